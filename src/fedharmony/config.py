@@ -1,0 +1,140 @@
+"""Settings: TOML files, ``key=value`` overrides, and typed dataclasses that refuse early.
+
+Each component keeps its settings in a frozen dataclass beside its code. :func:`build` turns a
+mapping into such a dataclass: an unknown key, a wrong type or an illegal value is a
+:class:`~fedharmony.errors.ConfigError` that names the key, what is wrong with it and the nearest
+valid key. Types are checked strictly (``rounds = "5"`` is an error, ``lr = 1`` is fine).
+"""
+
+from __future__ import annotations
+
+import dataclasses
+import functools
+import tomllib
+from collections.abc import Iterable, Mapping
+from pathlib import Path
+from typing import Any, TypeVar, get_type_hints
+
+import tomli_w
+from pydantic import TypeAdapter, ValidationError
+
+from fedharmony.errors import ConfigError, nearest
+
+T = TypeVar("T")
+Tree = dict[str, Any]
+
+
+def read_toml(path: str | Path) -> Tree:
+    """Read a TOML file, with errors a user can act on."""
+    path = Path(path)
+    try:
+        text = path.read_text(encoding="utf-8")
+    except FileNotFoundError:
+        raise ConfigError(f"Config file {path} does not exist. Check the path.") from None
+    except (OSError, UnicodeDecodeError) as error:
+        raise ConfigError(f"Config file {path} cannot be read: {error}.") from error
+    try:
+        return tomllib.loads(text)
+    except tomllib.TOMLDecodeError as error:
+        raise ConfigError(f"Config file {path} is not valid TOML: {error}.") from error
+
+
+def parse_override(text: str) -> tuple[list[str], Any]:
+    """Split ``a.b=value``; the value is TOML, or a bare string where that fails.
+
+    >>> parse_override("train.lr=1e-3")
+    (['train', 'lr'], 0.001)
+    >>> parse_override("run.method=fedavg")
+    (['run', 'method'], 'fedavg')
+    """
+    key, equals, value = text.partition("=")
+    path = [part.strip() for part in key.split(".")]
+    if not equals or not all(path):
+        raise ConfigError(
+            f"Override {text!r} is not of the form section.key=value, for instance train.lr=0.001."
+        )
+    try:
+        return path, tomllib.loads(f"value = {value.strip()}")["value"]
+    except tomllib.TOMLDecodeError:
+        return path, value.strip()
+
+
+def override(tree: Mapping[str, Any], assignments: Iterable[str]) -> Tree:
+    """A copy of ``tree`` with ``section.key=value`` assignments applied; ``key=`` removes a key.
+
+    >>> override({"split": {"name": "iid", "gamma": 0.3}}, ["split.gamma=", "split.clients=5"])
+    {'split': {'name': 'iid', 'clients': 5}}
+    """
+    result = _copy(tree)
+    for text in assignments:
+        path, value = parse_override(text)
+        node = result
+        for part in path[:-1]:
+            node = node.setdefault(part, {})
+            if not isinstance(node, dict):
+                raise ConfigError(f"Override {text!r}: {part!r} is a value, not a section.")
+        if value == "":
+            node.pop(path[-1], None)
+        else:
+            node[path[-1]] = value
+    return result
+
+
+def _copy(tree: Mapping[str, Any]) -> Tree:
+    return {k: _copy(v) if isinstance(v, Mapping) else v for k, v in tree.items()}
+
+
+@functools.cache
+def _adapters(cls: Any) -> dict[str, TypeAdapter[Any]]:
+    hints = get_type_hints(cls, include_extras=True)
+    return {f.name: TypeAdapter(hints[f.name]) for f in dataclasses.fields(cls) if f.init}
+
+
+def keys(cls: type[Any]) -> list[str]:
+    """The names of a settings dataclass."""
+    return [f.name for f in dataclasses.fields(cls) if f.init]
+
+
+def build(cls: type[T], values: Mapping[str, Any], where: str) -> T:
+    """Make the settings dataclass ``cls`` from ``values``; ``where`` names the section in errors.
+
+    >>> @dataclasses.dataclass(frozen=True)
+    ... class Train:
+    ...     lr: float = 0.1
+    >>> build(Train, {"lr": 1}, "train")
+    Train(lr=1.0)
+    >>> build(Train, {"lrr": 1}, "train")
+    Traceback (most recent call last):
+    fedharmony.errors.ConfigError: Unknown setting train.lrr. Did you mean 'lr'? Valid: lr.
+    """
+    adapters: dict[str, TypeAdapter[Any]] = _adapters(cls)  # type: ignore[arg-type]
+    checked = {}
+    for key, value in values.items():
+        if key not in adapters:
+            raise ConfigError(f"Unknown setting {where}.{key}. {nearest(key, adapters)}")
+        if isinstance(value, list):  # TOML has lists, settings have tuples
+            value = tuple(value)
+        try:
+            checked[key] = adapters[key].validate_python(value, strict=True)
+        except ValidationError as error:
+            reasons = "; ".join(dict.fromkeys(e["msg"] for e in error.errors()))
+            raise ConfigError(
+                f"Setting {where}.{key} = {value!r} is not allowed: {reasons}."
+            ) from None
+    try:
+        return cls(**checked)
+    except ConfigError as error:
+        raise ConfigError(f"Section {where}: {error}") from None
+    except TypeError as error:
+        raise ConfigError(f"Section {where} is incomplete: {error}.") from None
+
+
+def tree_of(settings: Any) -> Tree:
+    """A settings dataclass as a mapping that TOML can hold (None is left out)."""
+    values = {f.name: getattr(settings, f.name) for f in dataclasses.fields(settings) if f.init}
+    return {k: list(v) if isinstance(v, tuple) else v for k, v in values.items() if v is not None}
+
+
+def to_toml(tree: Mapping[str, Any]) -> str:
+    """TOML text of a settings tree."""
+    return tomli_w.dumps(tree)

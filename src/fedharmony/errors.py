@@ -1,0 +1,48 @@
+"""Errors a user can act on.
+
+Every :class:`FedHarmonyError` carries one paragraph: what is wrong, where, and what to do next.
+The command line prints that paragraph and exits with code 2; a traceback always means a bug.
+"""
+
+from __future__ import annotations
+
+import difflib
+from collections.abc import Iterable
+
+
+class FedHarmonyError(Exception):
+    """Base class of all errors that are the user's to mend."""
+
+
+class ConfigError(FedHarmonyError):
+    """A setting is unknown, of the wrong type, or impossible."""
+
+
+class DataError(FedHarmonyError):
+    """Data are missing, damaged, or do not fit the request."""
+
+
+class PartitionError(FedHarmonyError):
+    """A split cannot be made, or a partition file does not match."""
+
+
+class CheckpointError(FedHarmonyError):
+    """A checkpoint or run folder cannot be read, written, or continued."""
+
+
+class ClientLimitError(FedHarmonyError):
+    """More clients failed than the run allows; its state has been saved."""
+
+
+def nearest(word: str, choices: Iterable[str]) -> str:
+    """Advice for a misspelt word: the nearest choice, then all of them.
+
+    >>> nearest("fedavgg", ["fedavg", "fedharmony"])
+    "Did you mean 'fedavg'? Valid: fedavg, fedharmony."
+    >>> nearest("xyz", ["fedavg"])
+    'Valid: fedavg.'
+    """
+    known = sorted(choices)
+    close = difflib.get_close_matches(word, known, n=1, cutoff=0.5)
+    hint = f"Did you mean {close[0]!r}? " if close else ""
+    return f"{hint}Valid: {', '.join(known) or '(none)'}."

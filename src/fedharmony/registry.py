@@ -1,0 +1,111 @@
+"""Named components: methods, datasets, splitters, models.
+
+A component is one class in one file. The decorator names it; every module of the package folder is
+imported when a registry is first used, so adding a file is enough. A file outside the package is
+found through ``--plugin FILE``, the setting ``run.plugins``, or the variable
+``FEDHARMONY_PLUGINS`` (paths separated like ``PATH``).
+
+>>> shapes: Registry[type] = Registry("shape", "fedharmony.data")
+>>> @shapes.register("square")
+... class Square:
+...     '''Four equal sides.'''
+>>> shapes["square"] is Square, shapes.summary("square")
+(True, 'Four equal sides.')
+"""
+
+from __future__ import annotations
+
+import importlib
+import importlib.util
+import os
+import pkgutil
+import sys
+from collections.abc import Callable, Iterable
+from pathlib import Path
+from typing import Any, Generic, TypeVar
+
+from fedharmony.errors import ConfigError, nearest
+
+T = TypeVar("T", bound=type[Any])
+
+
+class Registry(Generic[T]):
+    """Components of one kind by name."""
+
+    def __init__(self, kind: str, package: str) -> None:
+        self.kind = kind
+        self._package = package
+        self._items: dict[str, T] = {}
+        self._imported = False
+
+    def register(self, name: str) -> Callable[[T], T]:
+        """Class decorator: make the class known under ``name``."""
+
+        def add(cls: T) -> T:
+            known = self._items.get(name)
+            if known is not None and (known.__module__, known.__qualname__) != (
+                cls.__module__,
+                cls.__qualname__,
+            ):
+                raise ConfigError(
+                    f"Two classes want to be the {self.kind} {name!r}: {known.__module__}."
+                    f"{known.__qualname__} and {cls.__module__}.{cls.__qualname__}. Rename one."
+                )
+            cls.name = name
+            self._items[name] = cls
+            return cls
+
+        return add
+
+    def _import_package(self) -> None:
+        if self._imported:
+            return
+        self._imported = True
+        package = importlib.import_module(self._package)
+        for module in pkgutil.iter_modules(package.__path__, package.__name__ + "."):
+            importlib.import_module(module.name)
+        load_plugins(filter(None, os.environ.get("FEDHARMONY_PLUGINS", "").split(os.pathsep)))
+
+    def names(self) -> list[str]:
+        """All names, sorted."""
+        self._import_package()
+        return sorted(self._items)
+
+    def __contains__(self, name: object) -> bool:
+        self._import_package()
+        return name in self._items
+
+    def __getitem__(self, name: str) -> T:
+        self._import_package()
+        if name not in self._items:
+            raise ConfigError(f"There is no {self.kind} {name!r}. {nearest(name, self._items)}")
+        return self._items[name]
+
+    def summary(self, name: str) -> str:
+        """The first line of a component's docstring."""
+        return (self[name].__doc__ or "").strip().splitlines()[0]
+
+
+def load_plugins(files: Iterable[str | Path]) -> None:
+    """Import Python files that register components; each file is imported once."""
+    for file in files:
+        path = Path(file).expanduser().resolve()
+        name = "fedharmony_plugin_" + "".join(c if c.isalnum() else "_" for c in str(path))
+        if name in sys.modules:
+            continue
+        if not path.is_file():
+            raise ConfigError(f"Plugin file {path} does not exist. Check the path you passed.")
+        spec = importlib.util.spec_from_file_location(name, path)
+        if spec is None or spec.loader is None:
+            raise ConfigError(
+                f"Plugin file {path} is not a Python file (its name must end in .py)."
+            )
+        module = importlib.util.module_from_spec(spec)
+        sys.modules[name] = module
+        try:
+            spec.loader.exec_module(module)
+        except Exception as error:
+            del sys.modules[name]
+            raise ConfigError(
+                f"Plugin file {path} could not be imported: {type(error).__name__}: {error}."
+            ) from error

@@ -1,0 +1,131 @@
+"""Settings, errors, random generators, registries."""
+
+from __future__ import annotations
+
+import random
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Annotated, Literal
+
+import numpy as np
+import pytest
+import torch
+from annotated_types import Ge
+
+from fedharmony.config import build, override, parse_override, read_toml, to_toml, tree_of
+from fedharmony.errors import ConfigError
+from fedharmony.registry import Registry, load_plugins
+from fedharmony.rng import derived_seed, numpy_rng, torch_rng
+
+
+@dataclass(frozen=True)
+class Sample:
+    lr: Annotated[float, Ge(0)] = 0.1
+    rounds: int = 5
+    kind: Literal["a", "b"] = "a"
+    groups: Annotated[int, Ge(1)] | None = None
+    mean: tuple[float, float, float] = (0.5, 0.5, 0.5)
+    flag: bool = False
+
+
+def test_values_keep_their_types() -> None:
+    built = build(Sample, {"lr": 1, "groups": 3, "mean": [0.1, 0.2, 0.3]}, "train")
+    assert built == Sample(lr=1.0, groups=3, mean=(0.1, 0.2, 0.3))
+    assert isinstance(built.lr, float)
+
+
+@pytest.mark.parametrize(
+    ("values", "words"),
+    [
+        ({"lrr": 1}, ["train.lrr", "'lr'"]),
+        ({"lr": "fast"}, ["train.lr", "'fast'", "number"]),
+        ({"lr": -1.0}, ["train.lr", "-1.0", "greater than or equal to 0"]),
+        ({"rounds": 2.5}, ["train.rounds", "2.5"]),
+        ({"rounds": "5"}, ["train.rounds", "integer"]),
+        ({"rounds": True}, ["train.rounds", "integer"]),
+        ({"flag": 1}, ["train.flag", "boolean"]),
+        ({"kind": "c"}, ["train.kind", "'a' or 'b'"]),
+        ({"mean": [0.5]}, ["train.mean"]),
+    ],
+)
+def test_mistakes_are_named(values: dict[str, object], words: list[str]) -> None:
+    with pytest.raises(ConfigError) as caught:
+        build(Sample, values, "train")
+    for word in words:
+        assert word in str(caught.value)
+
+
+def test_overrides() -> None:
+    tree = override({"train": {"lr": 0.1}}, ["train.lr=1e-3", "run.method=fedavg", "a.b.c=[1, 2]"])
+    assert tree == {"train": {"lr": 0.001}, "run": {"method": "fedavg"}, "a": {"b": {"c": [1, 2]}}}
+    assert parse_override('x="5"') == (["x"], "5")
+    original = {"train": {"lr": 0.1}}
+    override(original, ["train.lr=2"])
+    assert original == {"train": {"lr": 0.1}}
+
+
+@pytest.mark.parametrize("text", ["novalue", "=3", "a..b=1"])
+def test_malformed_overrides(text: str) -> None:
+    with pytest.raises(ConfigError, match=r"section\.key=value"):
+        parse_override(text)
+
+
+def test_override_through_a_value() -> None:
+    with pytest.raises(ConfigError, match="not a section"):
+        override({"train": 3}, ["train.lr=1"])
+
+
+def test_toml_files(tmp_path: Path) -> None:
+    with pytest.raises(ConfigError, match="does not exist"):
+        read_toml(tmp_path / "none.toml")
+    bad = tmp_path / "bad.toml"
+    bad.write_text("[run\nrounds = 1")
+    with pytest.raises(ConfigError, match=r"bad\.toml is not valid TOML.*line 1"):
+        read_toml(bad)
+    with pytest.raises(ConfigError, match="cannot be read"):
+        read_toml(tmp_path)
+    good = tmp_path / "good.toml"
+    good.write_text(to_toml({"train": tree_of(Sample(groups=2))}))
+    assert build(Sample, read_toml(good)["train"], "train") == Sample(groups=2)
+
+
+def test_generators_depend_on_every_part_and_on_nothing_else() -> None:
+    def draw(*key: object) -> float:
+        return float(numpy_rng(*key).random())  # type: ignore[arg-type]
+
+    first = draw(1, "order", 2, 3)
+    random.seed(0)
+    np.random.seed(0)
+    torch.manual_seed(0)
+    assert draw(1, "order", 2, 3) == first
+    others = [
+        draw(2, "order", 2, 3),
+        draw(1, "drop", 2, 3),
+        draw(1, "order", 3, 3),
+        draw(1, "order", 2, 4),
+    ]
+    assert len({first, *others}) == 5
+    drawn = torch.rand(3, generator=torch_rng(1, "model"))
+    assert torch.equal(drawn, torch.rand(3, generator=torch_rng(1, "model")))
+    assert not torch.equal(drawn, torch.rand(3, generator=torch_rng(2, "model")))
+    assert 0 <= derived_seed(0, "clusters", 5) < 2**32
+    with pytest.raises(ValueError, match=">= 0"):
+        numpy_rng(-1, "order")
+
+
+def test_registry_refuses_unknown_names_and_double_claims() -> None:
+    shapes: Registry[type] = Registry("shape", "fedharmony.data")
+    shapes.register("square")(type("A", (), {}))
+    with pytest.raises(ConfigError, match="Did you mean 'square'"):
+        shapes["squara"]
+    with pytest.raises(ConfigError, match="Two classes want to be the shape 'square'"):
+        shapes.register("square")(type("B", (), {}))
+
+
+def test_plugin_files(tmp_path: Path) -> None:
+    with pytest.raises(ConfigError, match="does not exist"):
+        load_plugins([tmp_path / "none.py"])
+    bad = tmp_path / "bad.py"
+    bad.write_text("import nothing_of_that_name")
+    with pytest.raises(ConfigError, match=r"could not be imported: ModuleNotFoundError"):
+        load_plugins([bad])
