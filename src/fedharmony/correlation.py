@@ -1,0 +1,674 @@
+"""Label correlations of a client: estimation, alignment, label clusters, aggregation weights.
+
+The quantities of FedHarmony (arXiv 2604.28024, Section 2) in the order a round needs them; how the
+matrices of many clients become one teacher is in :mod:`fedharmony.consensus`.
+
+=======================================  =========================================================
+Paper                                    Here
+=======================================  =========================================================
+Eq. (1), p̂_c and p̂_cc'                   :func:`score_moments`
+Eq. (2), R                               :func:`correlation`, :func:`soft_correlation`
+R during training                        :func:`running_step` (moments over many batches)
+Algorithm 1, {S_g}                       :func:`spectral_clusters`, :func:`pair_mask`
+Ψ(R, R*) within clusters, s_i            :func:`discrepancy`
+q̄_i, α(t), w_i                           :func:`quality_weights`, :func:`alpha_schedule`,
+                                         :func:`aggregation_weights`
+=======================================  =========================================================
+
+Everything up to :func:`discrepancy` is a pure function of one client's tensors. It takes any number
+of leading dimensions (a stack of clients), and gives the same inside :func:`torch.vmap`. Half
+precision is raised to float32 and autocast is switched off where it would lower precision, because
+Eq. (2) subtracts nearly equal numbers.
+"""
+
+from __future__ import annotations
+
+import functools
+import math
+import warnings
+from collections.abc import Sequence
+from typing import Any, Literal, NamedTuple, TypeAlias, get_args
+
+import numpy as np
+import numpy.typing as npt
+import torch
+from scipy.linalg import eigh
+from sklearn.cluster import KMeans
+from sklearn.exceptions import ConvergenceWarning
+from sklearn.metrics import adjusted_rand_score
+from threadpoolctl import ThreadpoolController  # type: ignore[import-untyped]
+from torch import Tensor
+
+from fedharmony.errors import ConfigError, DataError, nearest
+
+Normaliser: TypeAlias = Literal["phi", "pearson"]
+Distance: TypeAlias = Literal["squared_frobenius", "frobenius", "cosine"]
+Reduction: TypeAlias = Literal["mean", "sum"]
+
+#: ε of Eq. (2).
+EPS = 1e-6
+#: Marginals are kept this far from 0 and 1 in the denominator of Eq. (2), which is then >= 1e-4.
+CLAMP = 1e-4
+
+# Rows converted to floating point at a time when labels are counted: float32 counts stay exact.
+_COUNT_ROWS = 8192
+# Variances below this many roundings of the second moment are rounding: the score is constant.
+_ROUNDINGS = 8
+
+
+class Moments(NamedTuple):
+    """Marginal and joint probabilities of predicted labels, p̂_c and p̂_cc' of Eq. (1).
+
+    One tensor holds both, the mean of ``(1, F_i)ᵀ F_i`` over images: every training step then needs
+    half as many operations.
+
+    Attributes:
+        values: (..., C + 1, C); row 0 is p̂_c, row 1 + c' is p̂_c'c.
+    """
+
+    values: Tensor
+
+    @classmethod
+    def of(cls, first: Tensor, second: Tensor) -> Moments:
+        """From p̂_c (..., C) and p̂_cc' (..., C, C)."""
+        return cls(torch.cat([first.unsqueeze(-2), second], dim=-2))
+
+    @property
+    def first(self) -> Tensor:
+        """p̂_c, (..., C)."""
+        return self.values[..., 0, :]
+
+    @property
+    def second(self) -> Tensor:
+        """p̂_cc', (..., C, C), symmetric."""
+        return self.values[..., 1:, :]
+
+
+def score_moments(scores: Tensor, row_weights: Tensor | None = None) -> Moments:
+    """Marginal and joint probabilities of a set of scores, Eq. (1).
+
+    ``p̂_c = mean_i F_ic`` and ``p̂_cc' = mean_i F_ic F_ic'``.
+
+    Args:
+        scores: Sigmoid outputs F, shape (..., B, C).
+        row_weights: Shape (..., B), 1 for a real row and 0 for padding (whose scores must be
+            finite). Without a real row all moments are 0.
+
+    Returns:
+        Moments of shape (..., C) and (..., C, C).
+
+    >>> moments = score_moments(torch.tensor([[1.0, 1.0], [0.0, 1.0]]))
+    >>> moments.first.tolist(), moments.second.tolist()
+    ([0.5, 1.0], [[0.5, 0.5], [0.5, 1.0]])
+    """
+    scores = _full_precision(scores)
+    with torch.autocast(scores.device.type, enabled=False):
+        if row_weights is None:
+            row_weights = scores.new_ones(scores.shape[:-1])
+        weights = row_weights.to(scores.dtype).unsqueeze(-1)
+        real = weights * scores
+        sums = torch.cat([real.sum(-2, keepdim=True), real.mT @ scores], dim=-2)
+        return Moments(sums / weights.sum(-2, keepdim=True).clamp_min(1))
+
+
+def correlation(
+    moments: Moments,
+    *,
+    normaliser: Normaliser = "phi",
+    eps: float = EPS,
+    clamp: float = CLAMP,
+    denominator_grad: bool = True,
+) -> Tensor:
+    """The φ-style correlation matrix of Eq. (2).
+
+    ``R_cc' = (p̂_cc' − p̂_c p̂_c') / (sqrt(p̂_c(1−p̂_c) p̂_c'(1−p̂_c')) + ε)``. For scores of 0 and 1 this
+    is the φ coefficient. For soft scores ``p̂(1−p̂)`` exceeds their variance, so R is correlation
+    times confidence: ``R_cc = Var(F_c) / (p̂_c(1−p̂_c)) < 1`` and
+    ``|R_cc'| <= sqrt(max F_c · max F_c')``. One image gives the zero matrix.
+
+    Args:
+        moments: Of shapes (..., C) and (..., C, C).
+        normaliser: ``"phi"`` as above; ``"pearson"`` divides by the standard deviations of the
+            scores instead, and a score that does not vary correlates 0 with everything.
+        eps: ε, added to the denominator.
+        clamp: Deviation: p̂ is clamped to [clamp, 1 − clamp] in the denominator of ``"phi"`` (not
+            in the numerator), else the gradient is unbounded for a label never predicted.
+        denominator_grad: Whether gradients flow through the denominator.
+
+    Returns:
+        Symmetric matrices of shape (..., C, C), finite, with finite gradients.
+
+    >>> labels = torch.tensor([[1.0, 1.0], [1.0, 0.0], [0.0, 0.0], [0.0, 0.0]])
+    >>> correlation(score_moments(labels))  # φ = (1·2 − 1·0) / sqrt(2·2·1·3) = 0.5774
+    tensor([[1.0000, 0.5773],
+            [0.5773, 1.0000]])
+    """
+    _check_choice("normaliser", normaliser, get_args(Normaliser))
+    first, second = _full_precision(moments.first), _full_precision(moments.second)
+    covariance = second - _outer(first)
+    if normaliser == "phi":
+        spread = _bernoulli_deviation(first, clamp)
+    else:
+        raw = second.diagonal(dim1=-2, dim2=-1)
+        variance = raw - first.square()
+        varies = variance > _ROUNDINGS * torch.finfo(raw.dtype).eps * raw
+        # The inner `where` keeps the infinite slope of the root at 0 out of the gradient.
+        spread = torch.where(varies, variance, 1).sqrt()
+        covariance = torch.where(varies.unsqueeze(-1) & varies.unsqueeze(-2), covariance, 0)
+    denominator = _outer(spread) + eps
+    return covariance / (denominator if denominator_grad else denominator.detach())
+
+
+def soft_correlation(
+    scores: Tensor,
+    row_weights: Tensor | None = None,
+    *,
+    normaliser: Normaliser = "phi",
+    eps: float = EPS,
+    clamp: float = CLAMP,
+    denominator_grad: bool = True,
+) -> Tensor:
+    """Eq. (1) and (2) in one: scores (..., B, C) to correlation matrices (..., C, C).
+
+    The options are those of :func:`score_moments` and :func:`correlation`.
+
+    >>> soft_correlation(torch.tensor([[0.9, 0.2]]))  # one image tells nothing
+    tensor([[0., 0.],
+            [0., 0.]])
+    """
+    return correlation(
+        score_moments(scores, row_weights),
+        normaliser=normaliser,
+        eps=eps,
+        clamp=clamp,
+        denominator_grad=denominator_grad,
+    )
+
+
+def second_from_correlation(
+    matrix: Tensor, first: Tensor, *, eps: float = EPS, clamp: float = CLAMP
+) -> Tensor:
+    """The joint probabilities p̂_cc' behind a correlation matrix: Eq. (2) solved for them.
+
+    With the marginals, a client's matrix thus tells its moments, which can be pooled over clients.
+    Holds for the normaliser ``"phi"``; ``eps`` and ``clamp`` must be those R was made with.
+
+    Args:
+        matrix: R, shape (..., C, C).
+        first: p̂_c, shape (..., C).
+        eps: As in :func:`correlation`.
+        clamp: As in :func:`correlation`.
+
+    >>> moments = score_moments(torch.tensor([[0.9, 0.2], [0.4, 0.6]], dtype=torch.float64))
+    >>> back = second_from_correlation(correlation(moments), moments.first)
+    >>> torch.allclose(back, moments.second, rtol=0, atol=1e-15)
+    True
+    """
+    matrix, first = _full_precision(matrix), _full_precision(first)
+    return matrix * (_outer(_bernoulli_deviation(first, clamp)) + eps) + _outer(first)
+
+
+def label_correlation(
+    labels: npt.NDArray[Any] | Tensor, *, known: npt.NDArray[np.bool_] | Tensor | None = None
+) -> tuple[Tensor, Tensor]:
+    """The φ coefficients of true labels, from exact integer counts.
+
+    ``φ = (n n_11 − n_1 n_1') / sqrt(n_1 (n − n_1) n_1' (n − n_1'))`` with the numbers of images
+    that are positive for both labels, and for each.
+
+    Args:
+        labels: 0/1 values, shape (N, C).
+        known: Shape (N, C), False where a label is missing. A pair is then counted over the images
+            on which both of its labels are known; it is 0 if either does not vary there.
+
+    Returns:
+        The matrix (C, C) in float64, 0 where undefined, and which labels have a positive and a
+        negative, (C,).
+
+    >>> matrix, defined = label_correlation(np.array([[1, 1, 0], [1, 0, 0], [0, 0, 0], [0, 0, 0]]))
+    >>> matrix[:2, :2], defined.tolist()
+    (tensor([[1.0000, 0.5774],
+            [0.5774, 1.0000]], dtype=torch.float64), [True, True, False])
+    """
+    positive = torch.as_tensor(labels)
+    if positive.ndim != 2:
+        raise DataError(
+            "Label correlations need labels of shape (images, labels), "
+            f"got {tuple(positive.shape)}."
+        )
+    present = None if known is None else torch.as_tensor(known, dtype=torch.bool)
+    if present is not None:
+        positive = positive.where(present, positive.new_zeros(()))
+    if bool(((positive != 0) & (positive != 1)).any()):
+        raise DataError(
+            "Label correlations need labels of 0 and 1, and found other values. "
+            "Mark missing labels with the argument `known` instead."
+        )
+    both = _count_pairs(positive, positive)
+    if present is None:
+        images = torch.full_like(both, len(positive))
+        first = both.diagonal().unsqueeze(-1).expand_as(both)
+    else:
+        images = _count_pairs(present, present)
+        first = _count_pairs(positive, present)  # positives of c among images where c' is known too
+    scale = first * (images - first)
+    # A square root of the product, not a product of roots: exactly 1 on the diagonal.
+    root = (scale * scale.mT).sqrt()
+    matrix = torch.where(root > 0, (images * both - first * first.mT) / root.clamp_min(1), 0)
+    return matrix, scale.diagonal() > 0
+
+
+class RunningMoments(NamedTuple):
+    """Moments over the batches seen so far; ``started`` (...) is False before the first one."""
+
+    moments: Moments
+    started: Tensor
+
+
+def empty_running(
+    num_classes: int,
+    *,
+    leading: Sequence[int] = (),
+    dtype: torch.dtype = torch.float32,
+    device: torch.device | str | None = None,
+) -> RunningMoments:
+    """Running moments before the first batch, for one client or a stack of shape ``leading``.
+
+    >>> empty_running(3, leading=(2,)).moments.second.shape
+    torch.Size([2, 3, 3])
+    """
+    shape = (*leading, num_classes + 1, num_classes)
+    return RunningMoments(
+        Moments(torch.zeros(shape, dtype=dtype, device=device)),
+        torch.zeros(tuple(leading), dtype=torch.bool, device=device),
+    )
+
+
+def update_rate(batch_size: int, examples: int, window: int = 512) -> float:
+    """How much of the running moments one batch replaces: ``ω = min(1, B / min(n, window))``.
+
+    >>> update_rate(16, 64), update_rate(16, 100_000), update_rate(16, 3)
+    (0.25, 0.03125, 1.0)
+    """
+    return min(1.0, batch_size / max(1, min(examples, window)))
+
+
+def running_step(
+    running: RunningMoments, batch: Moments, rate: float | Tensor, valid: Tensor | None = None
+) -> tuple[Moments, RunningMoments]:
+    """Moments with the value of many batches and the gradient of this one.
+
+    ``p̃ = sg[(1−ω) p_run + ω p_batch] + (p_batch − sg[p_batch])``, where sg stops the gradient. A
+    batch of 16 estimates R with a standard deviation of about 0.2, and ``E|R̂−R*|² = |R−R*|² +
+    Var(R̂)``: aligning the batch estimate alone would also push its variance down, that is, damp the
+    predictions. The first batch initialises the running moments (ω = 1).
+
+    Args:
+        running: State before the batch.
+        batch: Moments of the batch, with gradient.
+        rate: ω, a number or one per client, shape (...).
+        valid: Shape (...), whether the batch has a real row, for instance
+            ``row_weights.sum(-1) > 0``. Where it has none, the state stays as it is and is also
+            the value of the estimate. Without it every batch counts.
+
+    Returns:
+        The estimate p̃ and the (detached) state after the batch.
+
+    >>> one, two = (score_moments(torch.full((4, 1), p)) for p in (0.2, 0.6))
+    >>> estimate, running = running_step(empty_running(1), one, 0.25)
+    >>> estimate, running = running_step(running, two, 0.25)
+    >>> estimate.first  # 0.75·0.2 + 0.25·0.6
+    tensor([0.3000])
+    """
+    now = batch.values.detach()
+    rate = torch.as_tensor(rate, dtype=now.dtype, device=now.device)
+    rate = torch.where(running.started, rate, 1)
+    started = torch.ones_like(running.started)
+    if valid is not None:
+        rate = rate * valid
+        started = running.started | valid.bool()
+    past = running.moments.values.detach().to(now.dtype)
+    state = torch.lerp(past, now, rate.unsqueeze(-1).unsqueeze(-1))
+    estimate = Moments(state + (batch.values - now))
+    return estimate, RunningMoments(Moments(state), started)
+
+
+def pair_mask(clusters: Tensor, known: Tensor | None = None, *, diagonal: bool = False) -> Tensor:
+    """Which label pairs are aligned: same cluster, known to the teacher, and different labels.
+
+    Args:
+        clusters: Cluster of each label, (..., C); −1 for a label in no cluster, which has no pairs.
+        known: Pairs the teacher knows, (..., C, C); all of them by default.
+        diagonal: Also include each label with itself (if known), those in no cluster too.
+
+    Returns:
+        Boolean (..., C, C).
+
+    >>> pair_mask(torch.tensor([0, 0, -1])).int()
+    tensor([[0, 1, 0],
+            [1, 0, 0],
+            [0, 0, 0]], dtype=torch.int32)
+    """
+    same = clusters.unsqueeze(-1) == clusters.unsqueeze(-2)
+    same = same & (clusters >= 0).unsqueeze(-1)
+    itself = torch.eye(clusters.shape[-1], dtype=torch.bool, device=clusters.device)
+    pairs = same | itself if diagonal else same & ~itself
+    return pairs if known is None else pairs & known
+
+
+def discrepancy(
+    matrix: Tensor,
+    teacher: Tensor,
+    pairs: Tensor,
+    *,
+    kind: Distance = "squared_frobenius",
+    reduction: Reduction = "mean",
+) -> Tensor:
+    """Distance Ψ between a correlation matrix and its teacher over the included pairs.
+
+    The paper leaves Ψ open. Clusters are disjoint, so one mask covers all blocks: the squared norm
+    with ``reduction="sum"`` is literally ``Σ_g ||R[S_g, S_g] − R*[S_g, S_g]||_F²``.
+
+    Args:
+        matrix: R, shape (..., C, C).
+        teacher: R*, shape (..., C, C).
+        pairs: Included entries, boolean (..., C, C), see :func:`pair_mask`.
+        kind: ``"squared_frobenius"``, the paper's f with weights 1 in a block and 0 elsewhere;
+            ``"frobenius"``, its square root: one norm over all included entries, not a sum of one
+            norm per cluster; ``"cosine"``, one minus the cosine of the angle between the included
+            entries, where a side that is all 0 counts as orthogonal (1).
+        reduction: ``"mean"`` divides the sum of squares by the number of included entries, so that
+            λ means the same for 17 labels and 1,628 (``"frobenius"`` is then the root mean square);
+            ``"cosine"`` has no scale and ignores it.
+
+    Returns:
+        Shape (...). Exactly 0, with zero gradient, where no pair is included.
+
+    >>> pairs = pair_mask(torch.tensor([0, 0]))
+    >>> student, teacher = torch.eye(2), torch.tensor([[1.0, 0.3], [0.3, 1.0]])
+    >>> discrepancy(student, teacher, pairs), discrepancy(student, teacher, pairs, reduction="sum")
+    (tensor(0.0900), tensor(0.1800))
+    """
+    _check_choice("distance", kind, get_args(Distance))
+    _check_choice("reduction", reduction, get_args(Reduction))
+    matrix, teacher = _full_precision(matrix), _full_precision(teacher)
+    if kind == "cosine":
+        return _cosine_distance(matrix, teacher, pairs)
+    square = torch.where(pairs, matrix - teacher, 0).square().sum((-2, -1))
+    if reduction == "mean":
+        square = square / pairs.sum((-2, -1)).clamp_min(1)
+    return square if kind == "squared_frobenius" else _root(square)
+
+
+def default_groups(num_classes: int) -> int:
+    """How many clusters to form when nothing else is known: ``round(sqrt(C))``.
+
+    >>> [default_groups(c) for c in (1, 17, 20, 80, 1628)]
+    [1, 4, 4, 9, 40]
+    """
+    return max(1, round(math.sqrt(num_classes)))
+
+
+def spectral_clusters(matrix: Tensor, groups: int, seed: int, *, n_init: int = 10) -> Tensor:
+    """Clusters of correlated labels, Algorithm 1.
+
+    Affinity ``S = ½(|R*| + |R*|ᵀ)`` without diagonal; normalised Laplacian
+    ``L = D^{-1/2} (D − S) D^{-1/2}``; eigenvectors of its G smallest eigenvalues; rows scaled to
+    length 1; k-means. Algorithm 1 is undefined for a label correlated with no other (degree 0):
+    such a label is left out and belongs to no cluster.
+
+    Args:
+        matrix: Consensus R*, (C, C), with 0 for unknown entries.
+        groups: G. With at least as many groups as connected labels each is a cluster of its own.
+        seed: Of k-means, see :func:`fedharmony.rng.derived_seed`. The same seed gives the same
+            clusters, whatever the number of threads.
+        n_init: Restarts of k-means.
+
+    Returns:
+        Cluster of each label, int64 (C,) on the CPU: numbered from 0 in order of first appearance,
+        without gaps; −1 for a label in no cluster.
+
+    >>> blocks = torch.block_diag(torch.ones(2, 2), torch.zeros(1, 1), torch.ones(2, 2))
+    >>> spectral_clusters(blocks, 2, seed=0)
+    tensor([ 0,  0, -1,  1,  1])
+    """
+    if groups < 1:
+        raise ConfigError(f"The number of label clusters must be at least 1, got {groups}.")
+    affinity = matrix.detach().cpu().double().abs().numpy()
+    if not np.isfinite(affinity).all():
+        raise DataError(
+            "The correlation matrix to be clustered has entries that are not finite. "
+            "Unknown entries must be 0; look for a client that uploaded NaN."
+        )
+    affinity = (affinity + affinity.T) / 2
+    np.fill_diagonal(affinity, 0)
+    connected = np.flatnonzero(affinity.any(1))
+    clusters = np.full(len(affinity), -1, dtype=np.int64)
+    if groups == 1:
+        clusters[connected] = 0
+    elif groups >= len(connected):
+        clusters[connected] = np.arange(len(connected))
+    else:
+        clusters[connected] = _partition(
+            affinity[np.ix_(connected, connected)], groups, seed, n_init
+        )
+    return torch.from_numpy(clusters)
+
+
+def cluster_agreement(a: Tensor, b: Tensor) -> float:
+    """Adjusted Rand index of two clusterings: 1 for the same, about 0 for unrelated ones.
+
+    A label in no cluster (−1) counts as a cluster of its own.
+
+    >>> cluster_agreement(torch.tensor([0, 0, 1, 1]), torch.tensor([5, 5, 2, 2]))
+    1.0
+    """
+    own = [torch.where(c >= 0, c, -1 - torch.arange(len(c))).numpy() for c in (a.cpu(), b.cpu())]
+    return float(adjusted_rand_score(*own))
+
+
+def alpha_schedule(round: int, horizon: float, start: int = 0) -> float:
+    """Share of data size in the aggregation weights: ``α(t) = max(0, 1 − (t − start) / T_0)``.
+
+    Args:
+        round: t, counted from 0, so that α(0) = 1 and the first round needs no quality.
+        horizon: T_0, the rounds from α = 1 to α = 0. Infinite keeps α = 1; at 0 or below α is 0
+            from ``start`` on.
+        start: Up to this round α is 1 (before the decline begins).
+
+    >>> [alpha_schedule(t, 4) for t in range(6)], alpha_schedule(9, math.inf), alpha_schedule(0, 0)
+    ([1.0, 0.75, 0.5, 0.25, 0.0, 0.0], 1.0, 0.0)
+    """
+    elapsed = round - start
+    if elapsed < 0:
+        return 1.0
+    return max(0.0, 1.0 - elapsed / horizon) if horizon > 0 else 0.0
+
+
+def quality_weights(
+    discrepancies: Tensor,
+    *,
+    temperature: float | Literal["adaptive"] = "adaptive",
+    examples: Tensor | None = None,
+    min_examples: int = 10,
+) -> Tensor:
+    """Normalised qualities ``q̄_k = exp(−γ s_k) / Σ_j exp(−γ s_j)``.
+
+    Args:
+        discrepancies: s, shape (m,).
+        temperature: γ. ``"adaptive"`` is 1 / (population) standard deviation of s, so that the
+            scale of s does not matter; where s does not vary (below 1e-12) the weights are uniform.
+        examples: Images per client, (m,).
+        min_examples: Deviation: a client with fewer images is given the mean s of the others, as
+            its matrix is close to 0 whatever it has learnt. It has no part in the standard
+            deviation either. If all are that small, the weights are uniform.
+
+    Returns:
+        Float64 (m,), sum 1.
+
+    >>> quality_weights(torch.tensor([1.0, 3.0]))  # standard deviation 1: e^-1 and e^-3
+    tensor([0.8808, 0.1192], dtype=torch.float64)
+    """
+    s = discrepancies.double()
+    if not bool(s.isfinite().all()):
+        raise DataError(
+            f"Clients cannot be weighted by discrepancies that are not finite: {s.tolist()}. "
+            "Leave out the clients whose correlation matrix is not finite."
+        )
+    if temperature != "adaptive" and not 0 <= temperature < math.inf:
+        raise ConfigError(
+            f"The quality temperature must be 'adaptive' or a number >= 0, got {temperature}."
+        )
+    if examples is not None:
+        reliable = examples.to(s.device) >= min_examples
+    else:
+        reliable = torch.ones_like(s, dtype=torch.bool)
+    if not bool(reliable.any()):
+        return torch.full_like(s, 1 / max(1, len(s)))
+    trusted = s[reliable]
+    # Deviations from the mean: the same softmax, and 0 for a client that is not reliable.
+    excess = torch.where(reliable, s - trusted.mean(), 0)
+    if temperature == "adaptive":
+        deviation = float(trusted.std(correction=0))
+        gamma = 1 / deviation if deviation >= 1e-12 else 0.0
+    else:
+        gamma = temperature
+    return torch.softmax(-gamma * excess, 0)
+
+
+def aggregation_weights(examples: Tensor, quality: Tensor, alpha: float) -> Tensor:
+    """Aggregation weights ``w_k = α n̄_k + (1 − α) q̄_k`` from sizes and qualities, both normalised.
+
+    At α = 1 the qualities are not looked at: the weights are those of FedAvg to the last bit, and
+    the qualities may be undefined.
+
+    Returns:
+        Float64 (m,), sum 1.
+
+    >>> aggregation_weights(torch.tensor([30, 10]), torch.tensor([0.5, 0.5]), 0.5)
+    tensor([0.6250, 0.3750], dtype=torch.float64)
+    """
+    if not 0 <= alpha <= 1:
+        raise ConfigError(f"The share of data size in the weights must be in [0, 1], got {alpha}.")
+    by_size = _share(examples, "images")
+    if alpha == 1:
+        return by_size
+    return alpha * by_size + (1 - alpha) * _share(quality, "quality")
+
+
+def effective_clients(weights: Tensor) -> float:
+    """How many equally weighted clients a weighting is worth: ``1 / Σ_k w_k²`` (for sum 1).
+
+    >>> effective_clients(torch.tensor([0.5, 0.5, 0.0]))
+    2.0
+    """
+    return 1 / float(weights.double().square().sum())
+
+
+def _share(amounts: Tensor, what: str) -> Tensor:
+    shares = amounts.double() / amounts.double().sum()
+    if not bool(shares.isfinite().all()):
+        raise DataError(
+            f"Clients cannot be weighted by {what} of {amounts.tolist()}: the sum must be positive "
+            "and finite. Leave out clients without images or with undefined quality."
+        )
+    return shares
+
+
+def _full_precision(values: Tensor) -> Tensor:
+    return values if values.dtype in (torch.float32, torch.float64) else values.float()
+
+
+def _outer(vector: Tensor) -> Tensor:
+    return vector.unsqueeze(-1) * vector.unsqueeze(-2)
+
+
+def _check_choice(what: str, value: str, choices: tuple[str, ...]) -> None:
+    if value not in choices:
+        raise ConfigError(f"There is no {what} {value!r}. {nearest(value, choices)}")
+
+
+def _bernoulli_deviation(first: Tensor, clamp: float) -> Tensor:
+    """``sqrt(p̂(1−p̂))`` with p̂ kept off 0 and 1, where the slope of the root is infinite."""
+    if not 0 < clamp < 0.5:
+        raise ConfigError(f"The clamp of the marginals must lie between 0 and 0.5, got {clamp}.")
+    inside = first.clamp(clamp, 1 - clamp)
+    return (inside * (1 - inside)).sqrt()
+
+
+def _count_pairs(a: Tensor, b: Tensor) -> Tensor:
+    """``aᵀ b`` of 0/1 matrices in float64, without a floating-point copy of the whole of them."""
+    counts = torch.zeros(a.shape[1], b.shape[1], dtype=torch.float64, device=a.device)
+    for start in range(0, len(a), _COUNT_ROWS):
+        rows = slice(start, start + _COUNT_ROWS)
+        counts += a[rows].float().mT @ b[rows].float()
+    return counts
+
+
+def _root(square: Tensor) -> Tensor:
+    """Square root whose gradient at 0 is 0."""
+    positive = square > 0
+    return torch.where(positive, torch.where(positive, square, 1).sqrt(), 0)
+
+
+def _cosine_distance(matrix: Tensor, teacher: Tensor, pairs: Tensor) -> Tensor:
+    a, b = torch.where(pairs, matrix, 0), torch.where(pairs, teacher, 0)
+    lengths = _root(a.square().sum((-2, -1))) * _root(b.square().sum((-2, -1)))
+    defined = lengths > 0
+    cosine = torch.where(defined, (a * b).sum((-2, -1)) / torch.where(defined, lengths, 1), 0)
+    return torch.where(pairs.any(-1).any(-1), 1 - cosine, 0)
+
+
+@functools.cache
+def _thread_pools() -> ThreadpoolController:
+    """The thread pools of the loaded libraries; looking for them takes longer than clustering."""
+    return ThreadpoolController()
+
+
+def _partition(
+    affinity: npt.NDArray[np.float64], groups: int, seed: int, n_init: int
+) -> npt.NDArray[np.intp]:
+    """Steps 2 to 5 of Algorithm 1, for labels that all have a neighbour."""
+    # One thread: sums that threads share come out in another order, with other last bits.
+    with _thread_pools().limit(limits=1), warnings.catch_warnings():
+        # If rows coincide, k-means may find fewer clusters than asked for, and says so.
+        warnings.simplefilter("ignore", ConvergenceWarning)
+        rows = _spectral_embedding(affinity, groups)
+        found = KMeans(groups, n_init=n_init, random_state=seed).fit_predict(rows)
+    _, first_seen, index = np.unique(found, return_index=True, return_inverse=True)
+    return first_seen.argsort().argsort()[index]
+
+
+def _spectral_embedding(affinity: npt.NDArray[np.float64], groups: int) -> npt.NDArray[np.float64]:
+    """Steps 2 to 4 of Algorithm 1, (C, G); the largest entry of an eigenvector is made positive."""
+    scale = affinity.sum(1) ** -0.5
+    laplacian = np.eye(len(affinity)) - scale[:, None] * affinity * scale
+    _, vectors = eigh(laplacian, subset_by_index=(0, groups - 1))
+    largest = np.abs(vectors).argmax(0)
+    vectors *= np.where(vectors[largest, np.arange(groups)] < 0, -1, 1)
+    length = np.linalg.norm(vectors, axis=1, keepdims=True)
+    rows: npt.NDArray[np.float64] = vectors / length.clip(1e-12)
+    return rows
+
+
+def pack_upper(matrix: Tensor) -> Tensor:
+    """The upper triangle of a symmetric matrix with its diagonal, (..., C, C) to (..., C(C+1)/2).
+
+    >>> pack_upper(torch.tensor([[1.0, 2.0], [2.0, 3.0]]))
+    tensor([1., 2., 3.])
+    """
+    rows, columns = torch.triu_indices(*matrix.shape[-2:], device=matrix.device)
+    return matrix[..., rows, columns]
+
+
+def unpack_upper(packed: Tensor, num_classes: int) -> Tensor:
+    """The symmetric matrix of a packed upper triangle, (..., C(C+1)/2) to (..., C, C).
+
+    >>> unpack_upper(torch.tensor([1.0, 2.0, 3.0]), 2)
+    tensor([[1., 2.],
+            [2., 3.]])
+    """
+    rows, columns = torch.triu_indices(num_classes, num_classes, device=packed.device)
+    place = torch.empty(num_classes, num_classes, dtype=torch.int64, device=packed.device)
+    place[rows, columns] = place[columns, rows] = torch.arange(len(rows), device=packed.device)
+    return packed[..., place]
