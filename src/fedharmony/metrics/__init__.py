@@ -1,0 +1,30 @@
+"""Metrics of a run: the eight recognition numbers, and how well label correlations are kept."""
+
+from fedharmony.metrics.multilabel import (
+    METRIC_NAMES,
+    ClientsResult,
+    MetricOptions,
+    MultiLabelResult,
+    ScoreStore,
+    average_precision,
+    evaluate,
+    evaluate_clients,
+    per_label_average_precision,
+    trivial_baselines,
+)
+from fedharmony.metrics.structure import StructureResult, structure_metrics
+
+__all__ = [
+    "METRIC_NAMES",
+    "ClientsResult",
+    "MetricOptions",
+    "MultiLabelResult",
+    "ScoreStore",
+    "StructureResult",
+    "average_precision",
+    "evaluate",
+    "evaluate_clients",
+    "per_label_average_precision",
+    "structure_metrics",
+    "trivial_baselines",
+]

@@ -1,0 +1,689 @@
+"""The eight numbers of multi-label recognition: mAP, O-mAP, CP, CR, CF1, OP, OR, OF1.
+
+All of them are computed **once over the whole test set**, from scores ``S`` in ``[0, 1]`` and
+targets ``Y`` in ``{0, 1}``, both of shape ``(N, C)``: ``N`` images, ``C`` labels. They are never
+averaged over batches or clients; :func:`evaluate_clients` shows what such an average would claim.
+
+Published code differs in nearly every detail (ties, labels without positives, labels never
+predicted, F1 of means or mean of F1, threshold). The defaults are the conventions of the FedHarmony
+and FedLGT tables; :class:`MetricOptions` names the alternatives, so no difference stays hidden.
+
+Cost: average precision needs the *sorted values* only, never a permutation of them, so the largest
+temporary is one copy of the scores. 40,504 × 80 scores (COCO) take a fraction of a second. For
+43,960 × 1,628 (the fine labels of FLAIR) the one list of O-mAP has 71.6 million entries, 286 MB as
+float32, sorted in a few seconds; ``ap_ties="stable"`` needs the permutation as well (eight bytes
+per entry), ``ap_bins`` sorts nothing.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Sequence
+from dataclasses import dataclass
+from typing import Any, Literal, TypeAlias, get_args, get_origin, get_type_hints
+
+import numpy as np
+import numpy.typing as npt
+import torch
+from torch import Tensor
+
+from fedharmony.errors import ConfigError, DataError, nearest
+from fedharmony.types import Index, Labels
+
+Array: TypeAlias = npt.ArrayLike | Tensor
+Bools: TypeAlias = npt.NDArray[np.bool_]
+Counts: TypeAlias = npt.NDArray[np.int64]
+Doubles: TypeAlias = npt.NDArray[np.float64]
+Scores: TypeAlias = npt.NDArray[np.float32] | npt.NDArray[np.float64]
+Ties: TypeAlias = Literal["grouped", "stable"]
+
+#: The metrics in the order of the paper's table.
+METRIC_NAMES = ("mAP", "O-mAP", "CP", "CR", "CF1", "OP", "OR", "OF1")
+
+_ENTRIES_AT_ONCE = 1 << 22  # bounds every temporary that is wider than the scores themselves
+
+
+@dataclass(frozen=True)
+class MetricOptions:
+    """Which convention each metric follows. The defaults are those of the published tables.
+
+    >>> MetricOptions().threshold
+    0.5
+    >>> MetricOptions(op_mode="mlgc")
+    Traceback (most recent call last):
+    fedharmony.errors.ConfigError: 'mlgc' is no op_mode. Did you mean 'mlgcn'? Valid: exact, mlgcn.
+    """
+
+    ap_ties: Ties = "grouped"
+    """Equal scores in average precision: ``grouped`` makes them one threshold (scikit-learn), so
+    the order of the images cannot matter; ``stable`` keeps their order in the input, as code that
+    sorts and then walks down the list does (ML-GCN, ASL)."""
+
+    ap_bins: int | None = None
+    """``None``: exact average precision. A number, usually 200: scores are first rounded up to
+    that many equidistant thresholds on [0, 1] (the FLAIR benchmarks). Binned and exact values
+    differ by several points for under-confident models."""
+
+    empty_class: Literal["skip", "zero", "nan"] = "skip"
+    """What a label without positives adds to mAP: nothing, a zero, or it makes mAP undefined."""
+
+    cr_over: Literal["all", "present"] = "all"
+    """CP and CR (and mean-of-F1) average over all labels, or over those with positives only."""
+
+    op_mode: Literal["exact", "mlgcn"] = "exact"
+    """``mlgcn`` adds one to the denominator of OP for every label that is never predicted."""
+
+    f1_mode: Literal["of_means", "mean_of_f1"] = "of_means"
+    """CF1 as the harmonic mean of CP and CR, or as the mean of the labels' own F1 (ASL, macro F1 of
+    scikit-learn). OF1 is the harmonic mean of OP and OR in both."""
+
+    threshold: float = 0.5
+    """A label is predicted where its score is at least this."""
+
+    topk: int | None = None
+    """With a number ``k``, a label must also be among the image's ``k`` highest scores (equal
+    scores: the lower label index first). Ranking metrics do not change."""
+
+    def __post_init__(self) -> None:
+        """Refuse values that would silently select another convention."""
+        for name, hint in get_type_hints(type(self)).items():
+            value = getattr(self, name)
+            if get_origin(hint) is Literal and value not in get_args(hint):
+                raise ConfigError(f"{value!r} is no {name}. {nearest(str(value), get_args(hint))}")
+        if not 0 <= self.threshold <= 1:
+            raise ConfigError(
+                f"threshold must lie in [0, 1], got {self.threshold}. It is compared with scores "
+                "after the sigmoid: a logit threshold of 0 is 0.5 here."
+            )
+        if self.topk is not None and self.topk < 1:
+            raise ConfigError(f"topk must be at least 1 or left out, got {self.topk}.")
+        if self.ap_bins is not None:
+            _check_bins(self.ap_bins)
+
+
+@dataclass(frozen=True, eq=False)
+class MultiLabelResult:
+    """The eight metrics as fractions (not per cent, not rounded), and what they are made of.
+
+    Attributes:
+        map: Mean over labels of average precision (macro).
+        o_map: Average precision of the single list of all image-label pairs (micro). The name
+            O-mAP is the paper's; it is one average precision, not a mean.
+        cp: Mean precision over labels.
+        cr: Mean recall over labels.
+        cf1: Harmonic mean of ``cp`` and ``cr``.
+        op: Precision over all pairs.
+        or_: Recall over all pairs.
+        of1: Harmonic mean of ``op`` and ``or_``.
+        per_label_ap: ``(C,)``; nan for a label without positives.
+        per_label_precision: ``(C,)``; 0 for a label that is never predicted.
+        per_label_recall: ``(C,)``; 0 for a label without positives.
+        prevalence: ``(C,)`` share of positives; nan for a label with no known entry.
+        n_classes_with_positives: How many labels occur at all.
+        n_classes_never_predicted: How many labels no image was given.
+        n_images: Images behind the numbers.
+    """
+
+    map: float
+    o_map: float
+    cp: float
+    cr: float
+    cf1: float
+    op: float
+    or_: float
+    of1: float
+    per_label_ap: Doubles
+    per_label_precision: Doubles
+    per_label_recall: Doubles
+    prevalence: Doubles
+    n_classes_with_positives: int
+    n_classes_never_predicted: int
+    n_images: int
+
+    def as_dict(self) -> dict[str, float]:
+        """The eight metrics by their printed names, in :data:`METRIC_NAMES` order."""
+        values = (self.map, self.o_map, self.cp, self.cr, self.cf1, self.op, self.or_, self.of1)
+        return dict(zip(METRIC_NAMES, values, strict=True))
+
+
+@dataclass(frozen=True, eq=False)
+class ClientsResult:
+    """Pooled metrics beside their mean over clients (see :func:`evaluate_clients`).
+
+    Attributes:
+        pooled: Computed once on the images of all clients together. This is the reported number.
+        per_client: One result per client.
+        mean: Each metric's unweighted mean over the clients for which it is defined (nan if none).
+    """
+
+    pooled: MultiLabelResult
+    per_client: tuple[MultiLabelResult, ...]
+    mean: dict[str, float]
+
+
+def average_precision(
+    scores: Array, targets: Array, *, ties: Ties = "grouped", bins: int | None = None
+) -> float:
+    """Step-wise average precision of one ranked list.
+
+    With precision ``P_n`` and recall ``R_n`` at the n-th highest distinct score and ``R_0 = 0``:
+    ``AP = Σ_n (R_n − R_{n−1}) P_n``, without interpolation. Equivalently the mean, over positives,
+    of the precision among all entries that score at least as high.
+
+    Args:
+        scores: ``(N,)`` finite numbers; any scale unless ``bins`` is given.
+        targets: ``(N,)`` zeros and ones.
+        ties: See :attr:`MetricOptions.ap_ties`.
+        bins: See :attr:`MetricOptions.ap_bins`; ties are then always grouped.
+
+    Returns:
+        The average precision, or nan when there is no positive.
+
+    >>> average_precision([0.9, 0.8, 0.7], [1, 0, 1])  # (1/1 + 2/3) / 2
+    0.8333333333333333
+    >>> average_precision([0.5, 0.5, 0.5, 0.5], [1, 0, 0, 1])  # one threshold: the share of ones
+    0.5
+    >>> average_precision([0.5, 0.5, 0.5, 0.5], [1, 0, 0, 1], ties="stable")  # (1/1 + 2/4) / 2
+    0.75
+    """
+    _check_ap_mode(ties, bins)
+    values, positive, _ = checked_arrays(scores, targets, None, ndim=1, unit_range=bins is not None)
+    return _average_precision(values, positive, ties, bins)
+
+
+def per_label_average_precision(
+    scores: Array,
+    targets: Array,
+    *,
+    ties: Ties = "grouped",
+    bins: int | None = None,
+    known: Array | None = None,
+) -> Doubles:
+    """Average precision of every label: :func:`average_precision` of each column.
+
+    Args:
+        scores: ``(N, C)`` finite numbers; any scale unless ``bins`` is given.
+        targets: ``(N, C)`` zeros and ones.
+        ties: See :attr:`MetricOptions.ap_ties`.
+        bins: See :attr:`MetricOptions.ap_bins`.
+        known: ``(N, C)``; entries that are false are left out.
+
+    Returns:
+        ``(C,)``, nan for labels without positives.
+
+    >>> per_label_average_precision([[0.9, 0.1], [0.2, 0.3]], [[0, 0], [1, 0]])
+    array([0.5, nan])
+    """
+    _check_ap_mode(ties, bins)
+    values, positive, mask = checked_arrays(
+        scores, targets, known, ndim=2, unit_range=bins is not None
+    )
+    return _per_label_average_precision(values, positive, mask, ties, bins)
+
+
+def evaluate(
+    scores: Array,
+    targets: Array,
+    options: MetricOptions | None = None,
+    known: Array | None = None,
+) -> MultiLabelResult:
+    """All eight metrics of one test set.
+
+    With ``Ŷ = 1[S ≥ threshold]`` and per label ``P_c = TP/(TP+FP)``, ``R_c = TP/(TP+FN)``, zero
+    where the denominator is zero::
+
+        mAP = mean of AP_c over labels with positives      O-mAP = AP of all N·C pairs in one list
+        CP  = (1/C) Σ P_c                                  OP    = ΣTP / Σ(TP+FP)
+        CR  = (1/C) Σ R_c                                  OR    = ΣTP / Σ(TP+FN)
+        CF1 = 2 CP CR / (CP + CR)                          OF1   = 2 OP OR / (OP + OR)
+
+    Args:
+        scores: ``(N, C)`` in [0, 1] (after the sigmoid), NumPy or torch. Thresholds are compared in
+            the precision of the scores.
+        targets: ``(N, C)`` zeros and ones; entries that are not ``known`` may hold anything.
+        options: Conventions; the defaults are the ones above.
+        known: ``(N, C)``; entries that are false count in no metric.
+
+    Raises:
+        DataError: A score is not finite or outside [0, 1], a known target is not binary, shapes
+            differ, or there is nothing to evaluate. Non-finite scores are never replaced.
+
+    >>> result = evaluate([[0.9, 0.2], [0.6, 0.7], [0.1, 0.8]], [[1, 0], [0, 1], [0, 1]])
+    >>> [f"{name} {100 * value:.1f}" for name, value in result.as_dict().items()][:5]
+    ['mAP 100.0', 'O-mAP 100.0', 'CP 75.0', 'CR 100.0', 'CF1 85.7']
+    """
+    options = options or MetricOptions()
+    values, positive, mask = checked_arrays(scores, targets, known, ndim=2, unit_range=True)
+    n_images, n_labels = values.shape
+    tp, n_predicted = _prediction_counts(values, positive, mask, options)
+    n_positive = _count(positive)
+    n_known = np.full(n_labels, n_images, np.int64) if mask is None else _count(mask)
+    present = n_positive > 0
+
+    ap = _per_label_average_precision(values, positive, mask, options.ap_ties, options.ap_bins)
+    precision, recall = _ratio(tp, n_predicted), _ratio(tp, n_positive)
+    averaged = present if options.cr_over == "present" else np.ones(n_labels, np.bool_)
+    cp, cr = _mean(precision[averaged], empty=0.0), _mean(recall[averaged], empty=0.0)
+    if options.f1_mode == "of_means":
+        cf1 = _harmonic_mean(cp, cr)
+    else:
+        cf1 = _mean(_ratio(2 * tp, n_predicted + n_positive)[averaged], empty=0.0)
+
+    n_never_predicted = int((n_predicted == 0).sum())
+    inflation = n_never_predicted if options.op_mode == "mlgcn" else 0
+    hits = int(tp.sum())
+    op = hits / max(int(n_predicted.sum()) + inflation, 1)
+    or_ = hits / max(int(n_positive.sum()), 1)
+    return MultiLabelResult(
+        map=_mean_average_precision(ap, options.empty_class),
+        o_map=_pooled_average_precision(values, positive, mask, options),
+        cp=cp,
+        cr=cr,
+        cf1=cf1,
+        op=op,
+        or_=or_,
+        of1=_harmonic_mean(op, or_),
+        per_label_ap=ap,
+        per_label_precision=precision,
+        per_label_recall=recall,
+        prevalence=_ratio(n_positive, n_known, undefined=np.nan),
+        n_classes_with_positives=int(present.sum()),
+        n_classes_never_predicted=n_never_predicted,
+        n_images=n_images,
+    )
+
+
+def trivial_baselines(
+    targets: Array,
+    options: MetricOptions | None = None,
+    prevalence: Array | None = None,
+    known: Array | None = None,
+) -> dict[str, MultiLabelResult]:
+    """What predictors that never look at the image score; they make collapsed runs visible.
+
+    - ``"prevalence"``: every image gets each label's share of positives as its score. Normally
+      the highest O-mAP of the three, because it ranks common labels above rare ones.
+    - ``"all positive"``: score 1 everywhere, a constant predictor above the threshold.
+    - ``"all negative"``: score 0 everywhere, a constant predictor below it.
+
+    With grouped ties the average precision of a constant score is the label's prevalence, so all
+    three share one mAP: that of a model which has learnt nothing.
+
+    Args:
+        targets: ``(N, C)`` zeros and ones of the test set.
+        options: Conventions, as for :func:`evaluate`.
+        prevalence: ``(C,)`` training prevalence in [0, 1] for the first baseline; by default that
+            of ``targets`` (an optimistic choice, since a model does not know it).
+        known: ``(N, C)``; entries that are false are left out.
+
+    >>> floor = trivial_baselines([[1, 0], [1, 0], [0, 1], [0, 0]])
+    >>> [(name, result.map, result.cr) for name, result in floor.items()]
+    [('prevalence', 0.375, 0.5), ('all positive', 0.375, 1.0), ('all negative', 0.375, 0.0)]
+    """
+    truth = _as_numpy(targets)
+    all_positive = evaluate(np.ones(truth.shape, np.float32), truth, options, known)
+    all_negative = evaluate(np.zeros(truth.shape, np.float32), truth, options, known)
+    if prevalence is None:
+        share: npt.NDArray[Any] = np.nan_to_num(all_positive.prevalence)
+    else:
+        share = _as_numpy(prevalence)
+        if share.shape != truth.shape[1:]:
+            raise DataError(
+                f"prevalence has shape {share.shape}, the targets have {truth.shape[1]} labels. "
+                "Give one number per label."
+            )
+    constant = np.broadcast_to(share.astype(np.float32), truth.shape)
+    by_prevalence = evaluate(constant, truth, options, known)
+    return {
+        "prevalence": by_prevalence,
+        "all positive": all_positive,
+        "all negative": all_negative,
+    }
+
+
+def evaluate_clients(
+    scores: Array,
+    targets: Array,
+    clients: Sequence[Index],
+    options: MetricOptions | None = None,
+) -> ClientsResult:
+    """The pooled metrics, and beside them the mean of the clients' own metrics.
+
+    The two are different quantities. Most labels have no positive in a small client, and the few
+    that have compete with a handful of images: with rare labels, the mean of client mAPs is far
+    higher than the mAP of the same predictions. Report the pooled number; the mean describes the
+    experience of a single client.
+
+    Args:
+        scores: ``(N, C)`` in [0, 1].
+        targets: ``(N, C)`` zeros and ones.
+        clients: For each client the indices of its images; must not be empty.
+        options: Conventions, as for :func:`evaluate`.
+
+    >>> scores, targets = [[0.9], [0.8], [0.7], [0.1]], [[1], [0], [1], [0]]
+    >>> both = evaluate_clients(scores, targets, [np.array([0, 1]), np.array([2, 3])])
+    >>> both.pooled.map, both.mean["mAP"]  # (1/1 + 2/3) / 2, and (1 + 1) / 2
+    (0.8333333333333333, 1.0)
+    """
+    values, truth, _ = checked_arrays(scores, targets, None, ndim=2, unit_range=True)
+    empty = [client for client, images in enumerate(clients) if len(images) == 0]
+    if empty or not clients:
+        what = f"client {empty[0]} has none" if empty else "no client was given"
+        raise DataError(
+            f"Evaluation by client needs at least one image of every client, but {what}. "
+            "Leave clients without test images out."
+        )
+    per_client = tuple(evaluate(values[images], truth[images], options) for images in clients)
+    everyone = np.concatenate(list(clients))
+    mean = {}
+    for name in METRIC_NAMES:
+        column = np.array([result.as_dict()[name] for result in per_client])
+        mean[name] = _mean(column[~np.isnan(column)], empty=math.nan)
+    return ClientsResult(evaluate(values[everyone], truth[everyone], options), per_client, mean)
+
+
+class ScoreStore:
+    """Collects batches of scores and targets on the CPU, then evaluates all of them at once.
+
+    Keeps float32 scores and uint8 targets: five bytes per image-label pair (16 MB for COCO). How
+    the images were cut into batches, and which process saw which, does not change a bit of the
+    result (with ``ap_ties="stable"``: as long as the order is kept).
+
+    >>> store, other = ScoreStore(), ScoreStore()
+    >>> store.add(torch.tensor([[0.9, 0.2]]), torch.tensor([[1, 0]]))
+    >>> other.add(np.array([[0.3, 0.7]]), np.array([[0, 1]]))
+    >>> store.merge(other)
+    >>> len(store), store.result().map
+    (2, 1.0)
+    """
+
+    def __init__(self) -> None:
+        self._scores: list[npt.NDArray[np.float32]] = []
+        self._targets: list[Labels] = []
+        self._known: list[Bools | None] = []
+
+    def __len__(self) -> int:
+        """Images stored so far."""
+        return sum(len(batch) for batch in self._scores)
+
+    def add(self, scores: Array, targets: Array, known: Array | None = None) -> None:
+        """Copy one batch of ``(B, C)`` scores and targets; ``known`` as in :func:`evaluate`."""
+        values, positive, mask = checked_arrays(
+            scores, targets, known, ndim=2, unit_range=True, first_row=len(self)
+        )
+        self._check_width(values.shape[1])
+        self._scores.append(np.array(values, np.float32))
+        self._targets.append(positive.astype(np.uint8))
+        self._known.append(None if mask is None else mask.copy())
+
+    def merge(self, other: ScoreStore) -> None:
+        """Append the batches of another store, for instance that of another worker."""
+        if other._scores:
+            self._check_width(other._scores[0].shape[1])
+        self._scores += other._scores
+        self._targets += other._targets
+        self._known += other._known
+
+    def arrays(self) -> tuple[npt.NDArray[np.float32], Labels, Bools | None]:
+        """Scores ``(N, C)``, targets ``(N, C)``, and the mask of known entries if one was given."""
+        if not self._scores:
+            raise DataError("No scores were stored: the test set is empty. Add a batch first.")
+        known = None
+        if any(mask is not None for mask in self._known):
+            pairs = zip(self._known, self._scores, strict=True)
+            known = np.concatenate(
+                [np.ones(s.shape, np.bool_) if m is None else m for m, s in pairs]
+            )
+        return np.concatenate(self._scores), np.concatenate(self._targets), known
+
+    def result(self, options: MetricOptions | None = None) -> MultiLabelResult:
+        """:func:`evaluate` of everything stored."""
+        scores, targets, known = self.arrays()
+        return evaluate(scores, targets, options, known)
+
+    def _check_width(self, n_labels: int) -> None:
+        if self._scores and self._scores[0].shape[1] != n_labels:
+            raise DataError(
+                f"A batch with {n_labels} labels cannot join a store with "
+                f"{self._scores[0].shape[1]}. Use one store per label set."
+            )
+
+
+# ---------------------------------------------------------------------------- average precision
+
+
+def _average_precision(scores: Scores, positive: Bools, ties: Ties, bins: int | None) -> float:
+    """Average precision of one checked list; nan without positives."""
+    if not positive.any():
+        return math.nan
+    if bins is not None:
+        return _binned_average_precision(scores, positive, bins)
+    if ties == "stable":
+        return _stable_average_precision(scores, positive)
+    return _grouped_average_precision(scores, positive)
+
+
+def _grouped_average_precision(scores: Scores, positive: Bools) -> float:
+    """Mean over positives of (positives scoring at least as high) / (entries scoring so).
+
+    Both counts are read off sorted values; nothing has to be permuted.
+    """
+    hits = np.sort(scores[positive])
+    entries = np.sort(scores)
+    n_hits = hits.size - np.searchsorted(hits, hits, side="left")
+    n_entries = entries.size - np.searchsorted(entries, hits, side="left")
+    return float(np.mean(n_hits / n_entries))
+
+
+def _stable_average_precision(scores: Scores, positive: Bools) -> float:
+    """Mean over positives of the precision at their rank; equal scores keep their order."""
+    ranks = np.flatnonzero(positive[np.argsort(-scores, kind="stable")]) + 1
+    return float(np.mean(np.arange(1, ranks.size + 1) / ranks))
+
+
+def _binned_average_precision(scores: Scores, positive: Bools, bins: int) -> float:
+    """Average precision over the thresholds ``b/(bins−1)``; an entry passes where it lies above.
+
+    Bin ``b`` holds the scores in ``(b/(bins−1), (b+1)/(bins−1)]``; a score of 0 joins bin 0.
+    """
+    n_hits, n_entries = np.zeros(bins - 1, np.int64), np.zeros(bins - 1, np.int64)
+    for start in range(0, scores.size, _ENTRIES_AT_ONCE):
+        part = slice(start, start + _ENTRIES_AT_ONCE)
+        scaled = np.ceil(scores[part].astype(np.float64) * (bins - 1))
+        bin_of = np.maximum(scaled.astype(np.int64) - 1, 0)
+        n_entries += np.bincount(bin_of, minlength=bins - 1)
+        n_hits += np.bincount(bin_of[positive[part]], minlength=bins - 1)
+    hits_above, entries_above = np.cumsum(n_hits[::-1]), np.cumsum(n_entries[::-1])
+    return float(n_hits[::-1] @ _ratio(hits_above, entries_above) / hits_above[-1])
+
+
+def _per_label_average_precision(
+    scores: Scores, positive: Bools, known: Bools | None, ties: Ties, bins: int | None
+) -> Doubles:
+    n_images, n_labels = scores.shape
+    result = np.full(n_labels, np.nan)
+    width = max(1, _ENTRIES_AT_ONCE // n_images)
+    occurring = np.flatnonzero(positive.any(axis=0))
+    for start in range(0, occurring.size, width):
+        labels = occurring[start : start + width]
+        # Columns become rows once per block: sorting strided columns one by one is far slower.
+        score_rows, positive_rows = scores[:, labels].T.copy(), positive[:, labels].T.copy()
+        known_rows = None if known is None else known[:, labels].T.copy()
+        for row, label in enumerate(labels):
+            kept = slice(None) if known_rows is None else known_rows[row]
+            result[label] = _average_precision(
+                score_rows[row][kept], positive_rows[row][kept], ties, bins
+            )
+    return result
+
+
+def _pooled_average_precision(
+    scores: Scores, positive: Bools, known: Bools | None, options: MetricOptions
+) -> float:
+    if known is None:
+        pairs, hits = scores.ravel(), positive.ravel()
+    else:
+        pairs, hits = scores[known], positive[known]
+    return _average_precision(pairs, hits, options.ap_ties, options.ap_bins)
+
+
+def _mean_average_precision(ap: Doubles, empty: Literal["skip", "zero", "nan"]) -> float:
+    if empty == "zero":
+        return float(np.nan_to_num(ap).mean())
+    if empty == "nan":
+        return float(ap.mean())
+    return _mean(ap[~np.isnan(ap)], empty=math.nan)
+
+
+# ------------------------------------------------------------------------------ operating point
+
+
+def _prediction_counts(
+    scores: Scores, positive: Bools, known: Bools | None, options: MetricOptions
+) -> tuple[Counts, Counts]:
+    """True positives and predictions of every label."""
+    n_images, n_labels = scores.shape
+    tp, n_predicted = np.zeros(n_labels, np.int64), np.zeros(n_labels, np.int64)
+    height = max(1, _ENTRIES_AT_ONCE // n_labels)
+    for start in range(0, n_images, height):
+        rows = slice(start, start + height)
+        predicted = _predicted(scores[rows], None if known is None else known[rows], options)
+        n_predicted += _count(predicted)
+        tp += _count(predicted & positive[rows])
+    return tp, n_predicted
+
+
+def _predicted(scores: Scores, known: Bools | None, options: MetricOptions) -> Bools:
+    predicted: Bools = scores >= options.threshold
+    if known is not None:
+        predicted &= known
+    if options.topk is not None:
+        # An unknown entry must not take the place of a known one.
+        contenders = scores if known is None else np.where(known, scores, -1.0)
+        best = np.argsort(-contenders, axis=1, kind="stable")[:, : options.topk]
+        among_best = np.zeros_like(predicted)
+        np.put_along_axis(among_best, best, True, axis=1)
+        predicted &= among_best
+    return predicted
+
+
+def _count(mask: Bools) -> Counts:
+    counts: Counts = np.count_nonzero(mask, axis=0).astype(np.int64)
+    return counts
+
+
+def _ratio(numerator: Counts, denominator: Counts, undefined: float = 0.0) -> Doubles:
+    result = np.full(numerator.shape, undefined)
+    np.divide(numerator, denominator, out=result, where=denominator > 0)
+    return result
+
+
+def _mean(values: Doubles, *, empty: float) -> float:
+    return float(values.mean()) if values.size else empty
+
+
+def _harmonic_mean(a: float, b: float) -> float:
+    return 2 * a * b / (a + b) if a + b > 0 else 0.0
+
+
+# ---------------------------------------------------------------------------------- validation
+
+
+def checked_arrays(
+    scores: Array,
+    targets: Array,
+    known: Array | None,
+    *,
+    ndim: int,
+    unit_range: bool,
+    first_row: int = 0,
+) -> tuple[Scores, Bools, Bools | None]:
+    """Scores, positives (false where unknown) and the mask, or an error that says what is wrong."""
+    values = _as_scores(scores)
+    truth = _as_numpy(targets)
+    if values.ndim != ndim or values.shape != truth.shape:
+        raise DataError(
+            f"Scores have shape {values.shape} and targets {truth.shape}; both must be "
+            f"{'(images, labels)' if ndim == 2 else '(images,)'} and equal."
+        )
+    if values.size == 0:
+        raise DataError(f"There is nothing to evaluate: the scores have shape {values.shape}.")
+    _check_scores(values, unit_range, first_row)
+    mask = None if known is None else _as_mask(known, values.shape)
+    binary = _is_binary(truth)
+    if mask is not None:
+        binary |= ~mask
+    if not binary.all():
+        place = _place(~binary, first_row)
+        raise DataError(
+            f"Targets must be 0 or 1; {int((~binary).sum())} of {truth.size} are not, the first at "
+            f"{place}. Mark entries without a label as not known instead of giving them a value."
+        )
+    positive: Bools = truth == 1
+    return values, positive if mask is None else positive & mask, mask
+
+
+def _check_scores(scores: Scores, unit_range: bool, first_row: int) -> None:
+    finite = np.isfinite(scores)
+    if not finite.all():
+        raise DataError(
+            f"{int((~finite).sum())} of {scores.size} scores are not finite, the first at "
+            f"{_place(~finite, first_row)}. The model has diverged or its input is damaged; lower "
+            "the learning rate, or look at that image. Such scores are never replaced by numbers."
+        )
+    if unit_range and not (scores.min() >= 0 and scores.max() <= 1):
+        outside = (scores < 0) | (scores > 1)
+        raise DataError(
+            f"Scores must lie in [0, 1]; {int(outside.sum())} of {scores.size} do not, the first "
+            f"at {_place(outside, first_row)}. Apply the sigmoid to logits before evaluating."
+        )
+
+
+def _place(bad: Bools, first_row: int) -> str:
+    row, *label = (int(i) for i in np.unravel_index(int(np.argmax(bad)), bad.shape))
+    return f"row {first_row + row}" + "".join(f", label {i}" for i in label)
+
+
+def _as_mask(known: Array, shape: tuple[int, ...]) -> Bools:
+    mask = _as_numpy(known)
+    if mask.shape != shape:
+        raise DataError(f"The mask of known entries has shape {mask.shape}, the scores {shape}.")
+    if not _is_binary(mask).all():
+        raise DataError("The mask of known entries must hold booleans, or zeros and ones.")
+    return mask.astype(np.bool_)
+
+
+def _is_binary(values: npt.NDArray[Any]) -> Bools:
+    result: Bools = (values == 0) | (values == 1)
+    return result
+
+
+def _as_numpy(values: Array) -> npt.NDArray[Any]:
+    if isinstance(values, Tensor):
+        tensor = values.detach().cpu()
+        return (tensor.float() if tensor.dtype == torch.bfloat16 else tensor).numpy()
+    return np.asarray(values)
+
+
+def _as_scores(values: Array) -> Scores:
+    """As float32 or float64; half precision widens, integers become float64."""
+    array = _as_numpy(values)
+    if array.dtype.kind not in "biuf":
+        raise DataError(f"Scores must be numbers, got an array of {array.dtype}.")
+    if array.dtype in (np.float16, np.float32):
+        return array.astype(np.float32, copy=False)
+    return array.astype(np.float64, copy=False)
+
+
+def _check_ap_mode(ties: str, bins: int | None) -> None:
+    if ties not in get_args(Ties):
+        raise ConfigError(f"{ties!r} is no way to rank ties. {nearest(ties, get_args(Ties))}")
+    if bins is not None:
+        _check_bins(bins)
+
+
+def _check_bins(bins: int) -> None:
+    if bins < 2:
+        raise ConfigError(
+            f"Average precision needs at least 2 bins, got {bins}; leave it out for exact values."
+        )
