@@ -1,0 +1,210 @@
+"""What a data set is: images that stay uint8, and a label matrix that needs no image.
+
+A loader is one class in one file, registered in :data:`datasets`; its ``load`` gives a
+:class:`DataSet`. Splitting and reporting read only ``labels``; training asks for pixels through
+:meth:`Images.gather`, which an in-memory tensor, a tensor on the device and a memory-mapped cache
+can all answer.
+"""
+
+from __future__ import annotations
+
+import os
+from abc import ABC, abstractmethod
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any, ClassVar, Protocol
+
+import numpy as np
+import numpy.typing as npt
+import torch
+from torch import Tensor
+
+from fedharmony.errors import DataError
+from fedharmony.registry import Registry
+from fedharmony.types import Labels
+
+datasets: Registry[type[Source]] = Registry("dataset", "fedharmony.data")
+
+
+class Images(Protocol):
+    """N images of one size, read by index."""
+
+    def __len__(self) -> int:
+        """The number of images N."""
+        ...
+
+    @property
+    def shape(self) -> tuple[int, int, int]:
+        """Channels, height and width of every image."""
+        ...
+
+    def gather(self, index: Tensor, device: torch.device | str) -> Tensor:
+        """The images at ``index``, on ``device``.
+
+        Args:
+            index: int64 of any shape. Negative entries are padding: their rows have the right
+                shape and arbitrary content.
+            device: Where the result lives.
+
+        Returns:
+            uint8 ``(*index.shape, channels, height, width)``.
+        """
+        ...
+
+
+class TensorImages:
+    """Images held in one uint8 tensor ``(N, channels, height, width)``.
+
+    >>> images = TensorImages(torch.arange(12, dtype=torch.uint8).reshape(3, 1, 2, 2))
+    >>> images.gather(torch.tensor([[2], [-1]]), "cpu").shape
+    torch.Size([2, 1, 1, 2, 2])
+    >>> images.gather(torch.tensor(2), "cpu").tolist()
+    [[[8, 9], [10, 11]]]
+    """
+
+    def __init__(self, pixels: Tensor) -> None:
+        if pixels.dtype != torch.uint8 or pixels.ndim != 4:
+            raise DataError(
+                "Images must be a uint8 tensor of shape (N, channels, height, width), got "
+                f"{pixels.dtype} of shape {tuple(pixels.shape)}. Convert them before wrapping."
+            )
+        self.pixels = pixels
+
+    def __len__(self) -> int:
+        """The number of images N."""
+        return len(self.pixels)
+
+    @property
+    def shape(self) -> tuple[int, int, int]:
+        """Channels, height and width of every image."""
+        channels, height, width = self.pixels.shape[1:]
+        return channels, height, width
+
+    def to(self, device: torch.device | str) -> TensorImages:
+        """The same images with the tensor on ``device``, so that ``gather`` copies nothing over."""
+        return TensorImages(self.pixels.to(device))
+
+    def gather(self, index: Tensor, device: torch.device | str) -> Tensor:
+        """See :meth:`Images.gather`; padding rows repeat image 0."""
+        flat = index.to(self.pixels.device).reshape(-1).clamp(min=0)
+        rows = self.pixels.index_select(0, flat)
+        return rows.reshape(*index.shape, *self.shape).to(device, non_blocking=True)
+
+
+@dataclass(frozen=True, eq=False)
+class LabelledImages:
+    """Images with their label matrix.
+
+    Attributes:
+        images: The N images.
+        labels: uint8 ``(N, C)``, 1 where the class is present.
+        ids: One name per image, or None when the images have none.
+        users: ``(N,)``, the natural owner of every image, or None when there are none.
+        known: bool ``(N, C)``, False where a label is unknown; None means that all are known.
+    """
+
+    images: Images
+    labels: Labels
+    ids: tuple[str, ...] | None = None
+    users: npt.NDArray[Any] | None = None
+    known: npt.NDArray[np.bool_] | None = None
+
+    def __post_init__(self) -> None:
+        """Refuse parts that do not fit together."""
+        if self.labels.dtype != np.uint8 or self.labels.ndim != 2 or (self.labels > 1).any():
+            raise DataError(
+                "Labels must be a uint8 matrix (images × classes) of zeros and ones, got "
+                f"{self.labels.dtype} of shape {self.labels.shape}. Correct the loader."
+            )
+        lengths = {"images": len(self.images), "labels": len(self.labels)}
+        if self.ids is not None:
+            lengths["ids"] = len(self.ids)
+        if self.users is not None:
+            lengths["users"] = len(self.users)
+        if len(set(lengths.values())) > 1:
+            counts = ", ".join(f"{count} {part}" for part, count in lengths.items())
+            raise DataError(f"The parts of a data set do not match: {counts}. Correct the loader.")
+        if self.known is not None and self.known.shape != self.labels.shape:
+            raise DataError(
+                f"The mask of known labels has shape {self.known.shape}, the labels have "
+                f"{self.labels.shape}. Correct the loader."
+            )
+
+    def __len__(self) -> int:
+        """The number of images N."""
+        return len(self.labels)
+
+
+@dataclass(frozen=True, eq=False)
+class DataSet:
+    """A training pool, a pooled test set, and the class names of both.
+
+    Attributes:
+        name: The registered name of its source.
+        classes: C class names in label order.
+        train: What is divided among the clients.
+        test: What the global model is measured on; it never enters a client.
+        planted: float64 ``(C, C)``, the true label correlation φ where the label process is known.
+    """
+
+    name: str
+    classes: tuple[str, ...]
+    train: LabelledImages
+    test: LabelledImages
+    planted: npt.NDArray[np.float64] | None = None
+
+    def __post_init__(self) -> None:
+        """Refuse parts that do not fit together."""
+        count = len(self.classes)
+        for part, columns in (
+            ("training labels", self.train.labels.shape[1]),
+            ("test labels", self.test.labels.shape[1]),
+            ("planted correlation", count if self.planted is None else len(self.planted)),
+        ):
+            if columns != count:
+                raise DataError(
+                    f"Data set {self.name!r} names {count} classes, but its {part} have {columns}. "
+                    "Correct the loader."
+                )
+        if self.train.images.shape != self.test.images.shape:
+            raise DataError(
+                f"Data set {self.name!r} has training images of shape {self.train.images.shape} "
+                f"and test images of shape {self.test.images.shape}. Correct the loader."
+            )
+
+
+class Source(ABC):
+    """A loader: settings in, a :class:`DataSet` out. Nothing is read before ``load``."""
+
+    name: ClassVar[str] = ""
+
+    @dataclass(frozen=True)
+    class Config:
+        """Settings of the loader."""
+
+    config: Config
+
+    def __init__(self, config: Config | None = None) -> None:
+        self.config = type(self).Config() if config is None else config
+
+    @abstractmethod
+    def load(self) -> DataSet:
+        """Read or build the data; raises :class:`DataError` when they are missing or damaged."""
+
+
+def cache_folder() -> Path:
+    """Where derived data are kept: ``FEDHARMONY_CACHE``, or else the user's cache folder.
+
+    The folder may be missing or unwritable; a cache saves time and is never needed.
+
+    >>> import os
+    >>> from unittest.mock import patch
+    >>> with patch.dict(os.environ, {"FEDHARMONY_CACHE": "somewhere"}):
+    ...     cache_folder().name
+    'somewhere'
+    """
+    if own := os.environ.get("FEDHARMONY_CACHE"):
+        return Path(own)
+    # expanduser leaves "~" alone where there is no home folder; Path.home() would raise.
+    shared = os.environ.get("XDG_CACHE_HOME") or os.path.expanduser("~/.cache")  # noqa: PTH111
+    return Path(shared) / "fedharmony"

@@ -1,0 +1,163 @@
+"""What a split does to the labels of its clients, in a few numbers.
+
+Two kinds of skew: the *marginal* one (which labels a client has) and the *joint* one (which labels
+go together, the label correlation φ). A client's φ comes from few images, so most of its distance
+to the global φ is sampling noise; the report therefore gives the same number for an IID split of
+the same sizes, the noise floor.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import asdict, dataclass
+from typing import Any, TypeAlias
+
+import numpy as np
+import numpy.typing as npt
+
+from fedharmony.correlation import label_correlation
+from fedharmony.errors import PartitionError
+from fedharmony.partition.base import Partition
+from fedharmony.rng import numpy_rng
+from fedharmony.types import Index, Labels
+
+Float64: TypeAlias = npt.NDArray[np.float64]
+
+#: Clients with fewer images are left out of the correlation drift.
+MIN_IMAGES = 20
+
+
+@dataclass(frozen=True)
+class SplitReport:
+    """The realised skew of a split.
+
+    Attributes:
+        clients: K.
+        images: N.
+        size_min: Smallest n_k.
+        size_median: Median n_k.
+        size_max: Largest n_k.
+        labels_seen_mean: Mean number of classes with a positive image at a client.
+        labels_seen_min: The smallest such number.
+        absent_pairs: (client, class) pairs without a positive image.
+        jensen_shannon: Mean Jensen–Shannon divergence, in nats (at most ln 2), of the clients'
+            label distributions to the global one; see :func:`jensen_shannon`. None without labels.
+        correlation_drift: Mean over clients with n_k >= 20 of the off-diagonal RMSE between their φ
+            and the global φ; see :func:`correlation_drift`. None when no client is large enough.
+        correlation_drift_iid: The same for a random split of the same sizes, the noise floor.
+        drift_clients: The number of clients in ``correlation_drift``.
+        sha256: Digest of the partition.
+    """
+
+    clients: int
+    images: int
+    size_min: int
+    size_median: float
+    size_max: int
+    labels_seen_mean: float
+    labels_seen_min: int
+    absent_pairs: int
+    jensen_shannon: float | None
+    correlation_drift: float | None
+    correlation_drift_iid: float | None
+    drift_clients: int
+    sha256: str
+
+    def as_dict(self) -> dict[str, Any]:
+        """Plain values, ready for JSON."""
+        return asdict(self)
+
+
+def split_report(labels: Labels, partition: Partition, seed: int) -> SplitReport:
+    """Measure a split.
+
+    Args:
+        labels: Y, uint8 ``(N, C)``, the labels that were divided.
+        partition: Who owns which image.
+        seed: Seed of the IID split that gives the noise floor.
+
+    >>> labels = np.array([[1, 0], [1, 0], [0, 1], [0, 1]], np.uint8)
+    >>> report = split_report(labels, Partition((np.array([0, 1]), np.array([2, 3])), 4), seed=0)
+    >>> report.labels_seen_mean, report.absent_pairs, round(report.jensen_shannon, 4)
+    (1.0, 2, 0.2158)
+    """
+    if partition.images != len(labels):
+        raise PartitionError(
+            f"The partition divides {partition.images} images, but there are labels for "
+            f"{len(labels)}. Use the labels it was drawn from."
+        )
+    sizes = partition.sizes
+    positives = np.stack([labels[index].sum(0, dtype=np.int64) for index in partition.indices])
+    seen = (positives > 0).sum(1)
+    order = numpy_rng(seed, "split_report/iid").permutation(partition.images)
+    iid = np.split(order[: sizes.sum()], np.cumsum(sizes)[:-1])
+    drift, drift_clients = correlation_drift(labels, partition.indices)
+    return SplitReport(
+        clients=len(sizes),
+        images=partition.images,
+        size_min=int(sizes.min()),
+        size_median=float(np.median(sizes)),
+        size_max=int(sizes.max()),
+        labels_seen_mean=float(seen.mean()),
+        labels_seen_min=int(seen.min()),
+        absent_pairs=int((positives == 0).sum()),
+        jensen_shannon=jensen_shannon(positives),
+        correlation_drift=drift,
+        correlation_drift_iid=correlation_drift(labels, iid)[0],
+        drift_clients=drift_clients,
+        sha256=partition.sha256,
+    )
+
+
+def jensen_shannon(positives: Index) -> float | None:
+    """Mean Jensen–Shannon divergence of client label distributions to the global one, in nats.
+
+    A client's label distribution P is its share of positives per class (it sums to one over the
+    classes), Q that of all clients together, M = (P + Q) / 2:
+    JS = ½ Σ P ln(P / M) + ½ Σ Q ln(Q / M). Clients without any label have no distribution and are
+    left out.
+
+    Args:
+        positives: int64 ``(K, C)``, images of client k with class c.
+
+    >>> round(jensen_shannon(np.array([[3, 0], [0, 3]])), 4)   # ¾ ln 4/3, from (1, 0) to (½, ½)
+    0.2158
+    """
+    totals = positives.sum(1)
+    if not totals.any():
+        return None
+    client = positives[totals > 0] / totals[totals > 0, None]
+    overall = positives.sum(0) / totals.sum()
+    mixed = (client + overall) / 2
+
+    def relative_entropy(p: Float64) -> Float64:
+        """Σ p ln(p / mixed), with 0 ln 0 = 0."""
+        ratio = np.divide(p, mixed, out=np.ones_like(mixed), where=p > 0)
+        return np.asarray((p * np.log(ratio)).sum(1))
+
+    both = relative_entropy(client) + relative_entropy(np.broadcast_to(overall, client.shape))
+    return float(both.mean() / 2)
+
+
+def correlation_drift(labels: Labels, indices: Sequence[Index]) -> tuple[float | None, int]:
+    """Mean over clients of √(mean over pairs c ≠ c' of (φ_k(c, c') − φ(c, c'))²), and their number.
+
+    A pair counts at a client where both of its labels vary; elsewhere φ_k is undefined. (With 0 in
+    its place a client of one label, with nothing but zeros, would seem closer to the global φ than
+    the noise of an IID client.) Clients count when n_k >= 20 and at least one pair is defined; None
+    when there are no such clients.
+
+    Args:
+        labels: Y, uint8 ``(N, C)``.
+        indices: Per client the indices of its images.
+    """
+    overall = label_correlation(labels)[0].numpy()
+    rmse = []
+    for index in indices:
+        if len(index) < MIN_IMAGES:
+            continue
+        own, defined = (part.numpy() for part in label_correlation(labels[index]))
+        pairs = np.outer(defined, defined) & ~np.eye(len(defined), dtype=bool)
+        if pairs.any():
+            rmse.append(np.sqrt(np.mean((own - overall)[pairs] ** 2)))
+    return (float(np.mean(rmse)) if rmse else None), len(rmse)

@@ -1,0 +1,525 @@
+"""Splitters, partition files and the split report; every registered splitter is tested."""
+
+import json
+import math
+import time
+from dataclasses import replace
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
+from hypothesis.extra.numpy import arrays
+
+from fedharmony.config import build
+from fedharmony.errors import ConfigError, PartitionError
+from fedharmony.partition import Partition, Splitter, split_report, splitters
+from fedharmony.partition.dirichlet import (
+    PivotDirichlet,
+    cumulative_dirichlet,
+    pivot_labels,
+    repaired,
+    smallest_client,
+)
+from fedharmony.partition.iid import Iid
+from fedharmony.partition.report import correlation_drift, jensen_shannon
+from fedharmony.types import Index, Labels
+
+ALL = splitters.names()
+#: Images per class of PASCAL VOC 2007 trainval (5,011 images).
+VOC = [238, 243, 330, 181, 244, 186, 713, 337, 445, 141]
+VOC += [200, 421, 287, 245, 2008, 245, 96, 229, 261, 256]
+
+
+def voc_like(images: int = 5011) -> Labels:
+    """VOC's frequencies, with every class made likelier by one of four latent factors."""
+    rng = np.random.default_rng(0)
+    latent = rng.standard_normal((images, 4))[:, np.arange(20) % 4]
+    score = 0.5 * latent + rng.standard_normal((images, 20))
+    ranks = score.argsort(0).argsort(0)
+    return (ranks >= images - np.array(VOC) * images // 5011).astype(np.uint8)
+
+
+@st.composite
+def problems(draw: st.DrawFn) -> tuple[Labels, int, int]:
+    """Labels, clients and a seed: one image to eighty, one class to six, K from 1 to N."""
+    images, classes = draw(st.integers(1, 80)), draw(st.integers(1, 6))
+    labels = draw(arrays(np.uint8, (images, classes), elements=st.integers(0, 1)))
+    return labels, draw(st.integers(1, images)), draw(st.integers(0, 2**32))
+
+
+def covers_once(indices: tuple[Index, ...], images: int) -> bool:
+    return sorted(np.concatenate(indices).tolist()) == list(range(images))
+
+
+# Every splitter ----------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("name", ALL)
+@settings(max_examples=40, deadline=None)
+@given(problem=problems())
+def test_every_image_has_one_owner(name: str, problem: tuple[Labels, int, int]) -> None:
+    labels, clients, seed = problem
+    before = labels.copy()
+    partition = splitters[name]().partition(labels, clients, seed)
+    assert covers_once(partition.indices, len(labels))
+    assert len(partition.indices) == clients
+    assert partition.sizes.min() >= 1
+    for index in partition.indices:
+        assert index.dtype == np.int64
+        assert (np.diff(index) > 0).all()
+    assert np.array_equal(labels, before)
+
+
+@pytest.mark.parametrize("name", ALL)
+def test_the_seed_decides(name: str) -> None:
+    labels = voc_like(400)
+    first, again, other = (splitters[name]().partition(labels, 8, seed) for seed in (5, 5, 6))
+    assert first.sha256 == again.sha256 != other.sha256
+    assert all(map(np.array_equal, first.indices, again.indices))
+    assert (first.splitter, first.seed, first.images) == (name, 5, 400)
+
+
+@pytest.mark.parametrize("name", ALL)
+@pytest.mark.parametrize("clients", [1, 2500])
+def test_every_splitter_ends(name: str, clients: int) -> None:
+    labels, began = voc_like(), time.perf_counter()
+    partition = splitters[name]().partition(labels, clients, 0)
+    report = split_report(labels, partition, 0)
+    assert covers_once(partition.indices, len(labels))
+    assert report.clients == clients
+    assert time.perf_counter() - began < 20
+
+
+@pytest.mark.parametrize("name", ALL)
+def test_impossible_requests_are_refused(name: str) -> None:
+    labels = voc_like(30)
+    with pytest.raises(PartitionError, match="at least one"):
+        splitters[name]().partition(labels, 0, 0)
+    with pytest.raises(PartitionError, match="at most 30 clients"):
+        splitters[name]().partition(labels, 31, 0)
+
+
+@pytest.mark.parametrize(
+    ("parts", "problem"),
+    [
+        ([[0, 1], [1, 2]], "image 1 belongs to 2 clients"),
+        ([[0, 1], [2, 3]], "outside 0 … 2"),
+        ([[-1, 0], [1, 2]], "outside 0 … 2"),
+        ([[1, 0], [2]], "ascending order"),
+        ([[0, 1, 2], []], "client 1 has no image"),
+        ([[0], [1]], "2 clients with 2 images instead of 2 with 3"),
+        ([[0, 1, 2]], "1 clients with 3 images instead of 2 with 3"),
+    ],
+)
+def test_a_splitter_that_breaks_its_contract_is_caught(
+    parts: list[list[int]], problem: str
+) -> None:
+    class Broken(Splitter):
+        def split(self, *_: Any, **__: Any) -> list[Index]:
+            return [np.array(part, np.int64) for part in parts]
+
+    with pytest.raises(PartitionError, match=problem):
+        Broken().partition(np.zeros((3, 1), np.uint8), 2, 0)
+
+
+# IID ---------------------------------------------------------------------------------------------
+
+
+def test_iid_sizes_differ_by_one_at_most() -> None:
+    sizes = Iid().partition(np.zeros((103, 2), np.uint8), 10, 0).sizes
+    assert sorted(sizes) == [10] * 7 + [11] * 3
+
+
+# Pivot Dirichlet ---------------------------------------------------------------------------------
+
+
+def test_pivots_by_hand() -> None:
+    """Class counts are 4, 2, 1, 2: class 2 is rarest, then 1 and 3 (the lower index first)."""
+    labels = np.array(
+        [[1, 1, 0, 0], [1, 0, 1, 1], [1, 1, 0, 1], [0, 0, 0, 0], [1, 0, 0, 0]], np.uint8
+    )
+    rng = np.random.default_rng(0)
+    assert pivot_labels(labels, "rarest", rng).tolist() == [1, 2, 1, 4, 0]
+    assert pivot_labels(labels, "most_frequent", rng).tolist() == [0, 0, 0, 4, 0]
+    drawn = np.stack([pivot_labels(labels, "random", rng) for _ in range(3000)])
+    # Each of an image's labels is as likely as any other; 3,000 draws, five standard errors.
+    share = np.stack([(drawn == c).mean(0) for c in range(4)], axis=1)
+    np.testing.assert_allclose(share[:3], labels[:3] / labels[:3].sum(1, keepdims=True), atol=0.05)
+    assert (drawn[:, 3] == 4).all()
+
+
+@pytest.mark.parametrize("gamma", [0.05, 0.5, 5.0])
+def test_dirichlet_moments(gamma: float) -> None:
+    """Dir(γ·1_K) has mean 1/K and variance (1/K)(1 − 1/K) / (Kγ + 1)."""
+    rng, size = np.random.default_rng(1), 4
+    q = np.stack([np.diff(cumulative_dirichlet(gamma, size, rng), prepend=0) for _ in range(8_000)])
+    np.testing.assert_allclose(q.sum(1), 1)
+    np.testing.assert_allclose(q.mean(0), 1 / size, atol=0.02)
+    np.testing.assert_allclose(q.var(0), (3 / 16) / (size * gamma + 1), rtol=0.08)
+
+
+def test_tiny_concentrations_do_not_underflow() -> None:
+    rng = np.random.default_rng(0)
+    for size in (1, 2, 3000):
+        shares = np.diff(cumulative_dirichlet(1e-6, size, rng), prepend=0)
+        assert sorted(shares)[-1] == pytest.approx(1)
+        assert np.isfinite(shares).all()
+
+
+def test_tiny_concentration_gives_a_client_whole_classes() -> None:
+    """Six classes of 20 images, six clients, γ → 0: each class goes to one client whole.
+
+    A client then holds N / K = 20 images and, with ``balance``, gets no second class. Images
+    without labels are the sixth class.
+    """
+    labels = np.eye(6, dtype=np.uint8).repeat(20, axis=0)[:, :5]
+    config = PivotDirichlet.Config(gamma=1e-6, min_size=1, max_tries=1)  # no second draw
+    partition = PivotDirichlet(config).partition(labels, 6, seed=0)
+    assert sorted(index[0] for index in partition.indices) == [0, 20, 40, 60, 80, 100]
+    assert all(np.ptp(index) == 19 and len(index) == 20 for index in partition.indices)
+    free = PivotDirichlet(replace(config, balance=False))
+    assert max(free.partition(labels, 6, seed=0).sizes) > 20
+
+
+def test_large_concentration_divides_every_class_evenly() -> None:
+    labels = np.eye(3, dtype=np.uint8).repeat(100, axis=0)
+    partition = PivotDirichlet(PivotDirichlet.Config(gamma=1e6, balance=False)).partition(
+        labels, 4, 0
+    )
+    for index in partition.indices:
+        assert (abs(labels[index].sum(0).astype(int) - 25) <= 1).all()
+
+
+@pytest.mark.parametrize(
+    ("gamma", "pivot"),
+    [(1e-6, "rarest"), (0.01, "rarest"), (0.01, "most_frequent"), (100.0, "random")],
+)
+def test_extreme_settings_end(gamma: float, pivot: Any) -> None:
+    labels, began = voc_like(), time.perf_counter()
+    config = PivotDirichlet.Config(gamma=gamma, pivot=pivot)
+    partition = PivotDirichlet(config).partition(labels, 2500, seed=0)
+    assert covers_once(partition.indices, len(labels))
+    assert time.perf_counter() - began < 10
+
+
+@settings(max_examples=60, deadline=None)
+@given(problem=problems(), gamma=st.sampled_from([1e-6, 0.01, 0.5, 1e6]), balance=st.booleans())
+def test_repair_reaches_the_largest_possible_minimum(
+    problem: tuple[Labels, int, int], gamma: float, balance: bool
+) -> None:
+    labels, clients, seed = problem
+    largest = len(labels) // clients
+    config = PivotDirichlet.Config(gamma=gamma, balance=balance, min_size=largest, max_tries=3)
+    partition = PivotDirichlet(config).partition(labels, clients, seed)
+    assert partition.sizes.min() >= largest
+    assert covers_once(partition.indices, len(labels))
+
+
+def test_repair_takes_from_the_largest() -> None:
+    """Sizes 6, 5, 1, 0 and a minimum of 2: three moves, from 6, then 5 and 5, leave 4, 4, 2, 2."""
+    parts = [np.arange(6), np.arange(6, 11), np.array([11]), np.array([], np.int64)]
+    fixed = repaired(parts, 2, np.random.default_rng(0))
+    assert [len(part) for part in fixed] == [4, 4, 2, 2]
+    assert covers_once(tuple(fixed), 12)
+    assert 11 in fixed[2]
+
+
+def test_no_repair_without_need() -> None:
+    """A split that meets its minimum at the first draw is the same with and without repair."""
+    labels = voc_like(1000)
+    config = PivotDirichlet.Config(gamma=1.0, min_size=5)
+    with_repair = PivotDirichlet(config).partition(labels, 10, 0)
+    without = PivotDirichlet(replace(config, repair=False)).partition(labels, 10, 0)
+    assert with_repair.sha256 == without.sha256
+
+
+def test_without_repair_the_error_names_the_best_attempt() -> None:
+    labels = np.eye(2, dtype=np.uint8).repeat(20, axis=0)
+    config = PivotDirichlet.Config(gamma=1e-6, min_size=10, max_tries=7, repair=False)
+    with pytest.raises(PartitionError, match="best of 7 draws left one with 0"):
+        PivotDirichlet(config).partition(labels, 4, 0)
+
+
+def test_a_draw_is_cut_short_exactly_when_it_is_no_better() -> None:
+    """The same generator with and without a bound: None if and only if the bound is missed."""
+    splitter, outcomes = PivotDirichlet(PivotDirichlet.Config(gamma=0.1)), set()
+    for seed in range(40):
+        whole = splitter._attempt([15] * 20, 60, 4, math.inf, np.random.default_rng(seed))
+        assert whole is not None
+        missing = int(np.maximum(4 - whole.sum(0), 0).sum())
+        for bound in (missing - 3, missing, missing + 1, missing + 4):
+            found = splitter._attempt([15] * 20, 60, 4, bound, np.random.default_rng(seed))
+            assert (found is None) == (missing >= bound)
+            assert found is None or np.array_equal(found, whole)
+        outcomes.add(missing)
+    assert len(outcomes) > 5
+
+
+def test_redrawing_keeps_the_best_attempt() -> None:
+    """More draws never leave more images to move."""
+    missing = []
+    for tries in (1, 5, 25, 125):
+        splitter = PivotDirichlet(PivotDirichlet.Config(gamma=0.1, max_tries=tries))
+        counts = splitter._draw([15] * 20, 60, 4, np.random.default_rng(3))
+        assert (counts.sum(1) == 15).all()
+        missing.append(int(np.maximum(4 - counts.sum(0), 0).sum()))
+    assert missing == sorted(missing, reverse=True)
+    assert missing[-1] < missing[0]
+
+
+def test_minimum_size() -> None:
+    assert [smallest_client(5011, k, None) for k in (1, 50, 250, 251, 1000, 5011)] == [
+        10,
+        10,
+        10,
+        9,
+        2,
+        1,
+    ]
+    assert smallest_client(100, 10, 10) == 10
+    with pytest.raises(PartitionError, match="min_size to 10 or less, or use at most 9 clients"):
+        smallest_client(100, 10, 11)
+
+
+def test_settings_are_checked() -> None:
+    assert build(PivotDirichlet.Config, {"gamma": 1, "min_size": 3}, "split").min_size == 3
+    for key, value in [
+        ("gamma", 0.0),
+        ("gamma", float("inf")),
+        ("pivot", "first"),
+        ("min_size", 0),
+    ]:
+        with pytest.raises(ConfigError, match=f"split.{key}"):
+            build(PivotDirichlet.Config, {key: value}, "split")
+
+
+# Partition files ---------------------------------------------------------------------------------
+
+
+@pytest.fixture
+def partition() -> Partition:
+    return PivotDirichlet().partition(voc_like(60), 4, seed=9)
+
+
+@pytest.mark.parametrize("transforms", [None, ("none", "grey", "none", "blur")])
+def test_files_keep_everything(
+    partition: Partition, tmp_path: Path, transforms: tuple[str, ...] | None
+) -> None:
+    kept = replace(partition, transforms=transforms)
+    file = tmp_path / "new folder" / "partition.json"
+    kept.save(file)
+    loaded = Partition.load(file, images=60)
+    assert all(map(np.array_equal, loaded.indices, kept.indices))
+    for name in ("images", "splitter", "settings", "seed", "transforms", "sha256"):
+        assert getattr(loaded, name) == getattr(kept, name)
+    assert loaded.settings["gamma"] == 0.5
+    assert [f.name for f in file.parent.iterdir()] == ["partition.json"]
+    kept.save(file)  # over an old one
+    assert Partition.load(file).sha256 == kept.sha256
+
+
+def test_the_hash_covers_owners_and_transforms(partition: Partition) -> None:
+    swapped = replace(partition, indices=partition.indices[::-1])
+    transformed = replace(partition, transforms=("a", "b", "c", "d"))
+    larger = replace(partition, images=61)
+    hashes = {p.sha256 for p in (partition, swapped, transformed, larger)}
+    assert len(hashes) == 4
+    with pytest.raises(PartitionError, match="transforms"):
+        replace(partition, transforms=("a",))
+
+
+def swap_images(content: dict[str, Any]) -> None:
+    first, second = content["indices"][:2]
+    first[0], second[0] = second[0], first[0]
+    first.sort()
+    second.sort()
+
+
+def set_index(value: Any) -> Any:
+    def change(content: dict[str, Any]) -> None:
+        content["indices"][0][-1] = value
+
+    return change
+
+
+@pytest.mark.parametrize(
+    ("change", "problem"),
+    [
+        (swap_images, "was changed"),
+        (lambda c: c["indices"][0].pop(), "was changed"),
+        (lambda c: c.update(sha256="0" * 64), "was changed"),
+        (lambda c: c.update(images=61), "was changed"),
+        (lambda c: c.update(transforms=["grey"] * 4), "was changed"),
+        (set_index(60), "outside"),
+        (set_index(2**70), "whole numbers"),
+        (set_index(59.5), "whole numbers"),
+        (set_index("59"), "whole numbers"),
+        (lambda c: c["indices"][1].clear(), "no image"),
+        (lambda c: c["indices"].__setitem__(1, c["indices"][0]), "belongs to 2 clients"),
+        (lambda c: c.update(indices=[]), "no client"),
+        (lambda c: c.update(indices=3), "valid partition"),
+        (lambda c: c.pop("sha256"), "KeyError"),
+        (lambda c: c.pop("seed"), "KeyError"),
+        (lambda c: c.update(format="other"), "format"),
+    ],
+)
+def test_changed_files_are_refused(
+    partition: Partition, tmp_path: Path, change: Any, problem: str
+) -> None:
+    file = tmp_path / "partition.json"
+    partition.save(file)
+    content = json.loads(file.read_text())
+    change(content)
+    file.write_text(json.dumps(content))
+    with pytest.raises(PartitionError, match=problem) as caught:
+        Partition.load(file)
+    assert str(file) in str(caught.value)
+    assert "split again" in str(caught.value)
+
+
+def test_broken_files_are_refused(partition: Partition, tmp_path: Path) -> None:
+    file = tmp_path / "partition.json"
+    partition.save(file)
+    whole = file.read_bytes()
+    for length in (0, 1, len(whole) // 2, len(whole) - 1):
+        file.write_bytes(whole[:length])
+        with pytest.raises(PartitionError, match=r"cut short or damaged"):
+            Partition.load(file)
+    for text in (b"[]", b"3", b"null", b"{}"):
+        file.write_bytes(text)
+        with pytest.raises(PartitionError, match="does not hold a valid partition"):
+            Partition.load(file)
+    file.write_bytes(b"\xff\xfe")
+    with pytest.raises(PartitionError, match="damaged"):
+        Partition.load(file)
+    with pytest.raises(PartitionError, match="Check the path"):
+        Partition.load(tmp_path / "missing.json")
+    with pytest.raises(PartitionError, match="Cannot write"):
+        partition.save(file / "below a file")
+
+
+def test_files_of_other_data_are_refused(partition: Partition, tmp_path: Path) -> None:
+    partition.save(tmp_path / "p.json")
+    with pytest.raises(PartitionError, match="divides 60 images, the data set has 59"):
+        Partition.load(tmp_path / "p.json", images=59)
+
+
+# Report ------------------------------------------------------------------------------------------
+
+
+def test_jensen_shannon_by_hand() -> None:
+    """One client has label 0 alone, the other both; together 3 : 1.
+
+    P = (1, 0), Q = (¾, ¼), M = (⅞, ⅛): ½ ln(8/7) + ½ (¾ ln(6/7) + ¼ ln 2) = 0.095602.
+    P = (½, ½), Q = (¾, ¼), M = (⅝, ⅜): ½ (½ ln(4/5) + ½ ln(4/3)) + ½ (¾ ln(6/5) + ¼ ln(2/3))
+    = 0.033824. Their mean is 0.064713. A client without labels does not count.
+    """
+    assert jensen_shannon(np.array([[2, 0], [1, 1], [0, 0]])) == pytest.approx(0.064713, abs=1e-6)
+    assert jensen_shannon(np.array([[2, 2], [1, 1]])) == pytest.approx(0, abs=1e-12)
+    assert jensen_shannon(np.zeros((2, 3), np.int64)) is None
+    # Clients that share no label: each P is 1 on its own class, Q = 1/K everywhere.
+    many = jensen_shannon(np.eye(1000, dtype=np.int64))
+    assert many is not None
+    assert 0.68 < many < np.log(2)
+
+
+def test_drift_by_hand() -> None:
+    """Two clients of 20 images and two labels: at one the labels agree, at the other they exclude.
+
+    φ_k is 1 and −1; together each pair of values occurs ten times, so φ = 0 and the drift is 1. A
+    third client has label 1 alone: no pair is defined there, and it does not count. Label 1 is then
+    commoner: 20 of 60 against 40 of 60, both with 10: φ = (1/6 − 2/9) / (2/9) = −1/4, and the drift
+    is the mean of 5/4 and 3/4.
+    """
+    agree = np.array([[1, 1], [0, 0]] * 10, np.uint8)
+    exclude = np.array([[1, 0], [0, 1]] * 10, np.uint8)
+    alone = np.array([[0, 1]] * 20, np.uint8)
+    indices = [np.arange(20), np.arange(20, 40), np.arange(40, 60)]
+    two, three = np.concatenate([agree, exclude]), np.concatenate([agree, exclude, alone])
+    assert correlation_drift(two, indices[:2]) == (1.0, 2)
+    drift, clients = correlation_drift(three, indices)
+    assert drift == pytest.approx((5 / 4 + 3 / 4) / 2)
+    assert clients == 2
+    assert correlation_drift(agree, [np.arange(19)]) == (None, 0)
+
+
+def test_drift_equals_a_plain_computation() -> None:
+    labels = voc_like(1500)
+    partition = PivotDirichlet(PivotDirichlet.Config(gamma=0.3)).partition(labels, 20, 0)
+    rmse, off = [], ~np.eye(20, dtype=bool)
+    with np.errstate(invalid="ignore", divide="ignore"):
+        for index in partition.indices:
+            error = np.asarray(np.corrcoef(labels[index].T) - np.corrcoef(labels.T))[off]
+            if len(index) >= 20 and not np.isnan(error).all():
+                rmse.append(np.sqrt(np.nanmean(error**2)))
+    drift, clients = correlation_drift(labels, partition.indices)
+    assert drift == pytest.approx(np.mean(rmse), abs=1e-12)
+    assert clients == len(rmse) > 10
+
+
+def test_drift_grows_with_skew_and_stands_above_the_noise() -> None:
+    """On VOC-like labels and 50 clients of about 100 images; an IID client has noise of 1/√100."""
+    labels = voc_like()
+
+    def report(gamma: float) -> Any:
+        splitter = PivotDirichlet(PivotDirichlet.Config(gamma=gamma))
+        return split_report(labels, splitter.partition(labels, 50, 0), 0)
+
+    iid = split_report(labels, Iid().partition(labels, 50, 0), 0)
+    mild, strong = report(1.0), report(0.1)
+    assert iid.correlation_drift == pytest.approx(0.1, abs=0.02)
+    assert iid.correlation_drift == pytest.approx(iid.correlation_drift_iid, rel=0.03)
+    assert strong.correlation_drift > mild.correlation_drift > 1.05 * mild.correlation_drift_iid
+    assert strong.jensen_shannon > mild.jensen_shannon > iid.jensen_shannon
+    assert strong.absent_pairs > mild.absent_pairs > iid.absent_pairs
+    assert strong.labels_seen_mean < mild.labels_seen_mean < iid.labels_seen_mean
+
+
+def test_report_by_hand() -> None:
+    """Three clients of 3, 2 and 1 images see 2, 1 and 0 of 3 classes: 1 + 2 + 3 absent pairs."""
+    labels = np.array([[1, 0, 0], [1, 1, 0], [0, 0, 0], [0, 0, 1], [0, 0, 1], [0, 0, 0]], np.uint8)
+    partition = Partition((np.arange(3), np.array([3, 4]), np.array([5])), 6)
+    report = split_report(labels, partition, 0)
+    found = json.loads(json.dumps(report.as_dict(), allow_nan=False))
+    assert found.pop("jensen_shannon") == pytest.approx(
+        jensen_shannon(np.array([[2, 1, 0], [0, 0, 2], [0, 0, 0]]))
+    )
+    assert found == {
+        "clients": 3,
+        "images": 6,
+        "size_min": 1,
+        "size_median": 2.0,
+        "size_max": 3,
+        "labels_seen_mean": 1.0,
+        "labels_seen_min": 0,
+        "absent_pairs": 6,
+        "correlation_drift": None,
+        "correlation_drift_iid": None,
+        "drift_clients": 0,
+        "sha256": partition.sha256,
+    }
+
+
+def test_report_needs_the_labels_of_the_split(partition: Partition) -> None:
+    with pytest.raises(PartitionError, match="divides 60 images"):
+        split_report(voc_like(61), partition, 0)
+
+
+def test_report_is_repeatable(partition: Partition) -> None:
+    labels = np.tile(voc_like(60), (10, 1))
+    split = Iid().partition(labels, 5, 0)
+    assert split_report(labels, split, 1) == split_report(labels, split, 1)
+    floors = {split_report(labels, split, seed).correlation_drift_iid for seed in (1, 2)}
+    assert len(floors) == 2
+
+
+def test_large_label_matrices_are_reported_quickly() -> None:
+    """The size of COCO: 82,783 images, 80 classes, 50 clients."""
+    labels = (np.random.default_rng(0).random((82_783, 80)) < 0.036).astype(np.uint8)
+    began = time.perf_counter()
+    report = split_report(labels, PivotDirichlet().partition(labels, 50, 0), 0)
+    assert report.drift_clients == 50
+    assert time.perf_counter() - began < 10
