@@ -1,0 +1,291 @@
+"""What a model is: a backbone and a head, described without tensors.
+
+A model is a set of pure functions of flat, named parameters. In :meth:`Model.apply` every
+parameter and every image carries a leading client axis: M clients of batch B run as one
+computation, a weight being ``(M, out, in)``, and a single model is the case M = 1. What all clients
+share is not copied: such a parameter is expanded along the client axis (``tensor.expand(M, ...)``,
+stride 0) or has a client axis of length 1.
+
+Backbones use timm's parameter names; the names of a head begin with ``head.``.
+"""
+
+from __future__ import annotations
+
+import math
+from abc import ABC, abstractmethod
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+from typing import Any, ClassVar, Literal, TypeAlias
+
+import torch
+import torch.nn.functional as F
+from torch import Tensor
+
+from fedharmony.registry import Registry
+from fedharmony.types import Tensors
+
+models: Registry[type[Backbone]] = Registry("model", "fedharmony.models")
+
+#: Shapes by name, without the client axis.
+Shapes: TypeAlias = dict[str, tuple[int, ...]]
+
+#: Up to this many keys, attention on a CPU is faster as the plain formula than as a fused kernel.
+SHORT_SEQUENCE = 128
+
+
+@dataclass(frozen=True)
+class InputSpec:
+    """The images a backbone is built for."""
+
+    channels: int
+    height: int
+    width: int
+
+
+class Backbone(ABC):
+    """Images to features; holds settings, never tensors.
+
+    Attributes:
+        Config: frozen dataclass of the settings.
+        name: registered name.
+        stackable: whether more than one client may be applied at a time.
+        width: feature width D.
+        mean: per-channel mean of the expected input normalisation, for images in [0, 1].
+        std: per-channel standard deviation of the expected input normalisation.
+    """
+
+    Config: ClassVar[type[Any]]
+    name: ClassVar[str]
+    stackable: ClassVar[bool] = True
+
+    width: int
+    mean: tuple[float, float, float]
+    std: tuple[float, float, float]
+
+    @abstractmethod
+    def __init__(self, config: Any, input: InputSpec) -> None:
+        """Check that ``config`` fits the images; raise ConfigError with advice if it does not."""
+
+    @abstractmethod
+    def shapes(self) -> Shapes:
+        """Shape of each parameter of one client."""
+
+    @abstractmethod
+    def init(self, generator: torch.Generator) -> Tensors:
+        """Float32 parameters of one client on the CPU: drawn, or read from a weights file."""
+
+    def init_buffers(self) -> Tensors:
+        """Tensors of one client that are not trained (running statistics), if there are any.
+
+        In :meth:`tokens` they stand among the parameters and are only read.
+        """
+        return {}
+
+    @abstractmethod
+    def tokens(self, params: Mapping[str, Tensor], images: Tensor) -> Tensor:
+        """All tokens of normalised images: (M, B, channels, H, W) to (M, B, N, D)."""
+
+    def features(self, params: Mapping[str, Tensor], images: Tensor) -> Tensor:
+        """One vector per image, (M, B, D): the first (class) token unless overridden.
+
+        Override it where another vector is meant, or where it costs less than all tokens do.
+        """
+        return self.tokens(params, images)[:, :, 0]
+
+
+class Head(ABC):
+    """Features to outputs; holds sizes, never tensors.
+
+    Attributes:
+        reads: what :meth:`apply` is given: one vector per image, or all tokens.
+        frozen: names of parameters that are neither trained nor averaged.
+    """
+
+    reads: ClassVar[Literal["features", "tokens"]] = "features"
+    frozen: frozenset[str] = frozenset()
+
+    @abstractmethod
+    def shapes(self) -> Shapes:
+        """Shape of each parameter of one client, frozen ones included."""
+
+    @abstractmethod
+    def init(self, generator: torch.Generator) -> Tensors:
+        """Float32 parameters of one client on the CPU."""
+
+    @abstractmethod
+    def apply(
+        self,
+        params: Mapping[str, Tensor],
+        features: Tensor,
+        inputs: Mapping[str, Tensor] | None = None,
+    ) -> Tensor:
+        """Outputs (M, B, C) of M clients.
+
+        Args:
+            params: parameters of the whole model, with their client axis.
+            features: (M, B, D), or (M, B, N, D) if the head reads tokens.
+            inputs: whatever else the head reads, (M, B, ...) each, for instance known labels.
+        """
+
+
+@dataclass(frozen=True)
+class Model:
+    """A backbone and a head.
+
+    >>> from fedharmony.models.heads import LinearHead
+    >>> from fedharmony.models.vit import ViT
+    >>> backbone = ViT(ViT.Config(width=8, depth=1, heads=2), InputSpec(3, 16, 16))
+    >>> model = Model(backbone, LinearHead(backbone.width, classes=5))
+    >>> clients = [model.init(torch.Generator().manual_seed(seed)) for seed in range(4)]
+    >>> model.apply(stack(clients), torch.zeros(4, 2, 3, 16, 16)).shape
+    torch.Size([4, 2, 5])
+    >>> model.trainable(clients[0])[-2:], model.num_parameters
+    (['head.weight', 'head.bias'], 2525)
+    """
+
+    backbone: Backbone
+    head: Head
+
+    def shapes(self) -> Shapes:
+        """Shape of each parameter of one client."""
+        return {**self.backbone.shapes(), **self.head.shapes()}
+
+    @property
+    def num_parameters(self) -> int:
+        """The number of scalars in the parameters of one client, frozen ones included."""
+        return sum(math.prod(shape) for shape in self.shapes().values())
+
+    def init(self, generator: torch.Generator) -> Tensors:
+        """Parameters of one client on the CPU: the backbone's, then the head's."""
+        return {**self.backbone.init(generator), **self.head.init(generator)}
+
+    def init_buffers(self) -> Tensors:
+        """Tensors of one client that are not trained."""
+        return self.backbone.init_buffers()
+
+    def trainable(self, params: Mapping[str, Tensor]) -> list[str]:
+        """The names in ``params`` that are trained and averaged, in order."""
+        return [name for name in params if name not in self.head.frozen]
+
+    def apply(
+        self,
+        params: Mapping[str, Tensor],
+        images: Tensor,
+        inputs: Mapping[str, Tensor] | None = None,
+    ) -> Tensor:
+        """Outputs (M, B, C) of M clients for normalised images (M, B, channels, H, W).
+
+        Clients and rows do not influence each other, so padding rows cannot change a result.
+
+        Args:
+            params: parameters (and buffers) with their client axis.
+            images: floating-point images, normalised with the backbone's ``mean`` and ``std``.
+            inputs: what else the head reads, (M, B, ...) each.
+        """
+        backbone, head = self.backbone, self.head
+        read = backbone.features if head.reads == "features" else backbone.tokens
+        return head.apply(params, read(params, images), inputs)
+
+
+def stack(clients: Sequence[Mapping[str, Tensor]]) -> Tensors:
+    """Stack the tensors of M clients along a new first axis.
+
+    >>> stack([{"w": torch.zeros(2)}, {"w": torch.ones(2)}])["w"].tolist()
+    [[0.0, 0.0], [1.0, 1.0]]
+    """
+    return {name: torch.stack([client[name] for client in clients]) for name in clients[0]}
+
+
+def unstack(tensors: Mapping[str, Tensor], client: int) -> Tensors:
+    """The tensors of one client of a stack, as views.
+
+    >>> unstack({"w": torch.tensor([[1.0], [2.0]])}, 1)["w"].tolist()
+    [2.0]
+    """
+    return {name: tensor[client] for name, tensor in tensors.items()}
+
+
+# -- Layers with a client axis --------------------------------------------------------------------
+
+
+def linear(x: Tensor, weight: Tensor, bias: Tensor) -> Tensor:
+    """``y_m = x_m W_mᵀ + b_m`` for each client m.
+
+    >>> x = torch.ones(2, 3, 4)
+    >>> weight, bias = torch.stack([torch.ones(5, 4), torch.zeros(5, 4)]), torch.ones(2, 5)
+    >>> linear(x, weight, bias)[:, 0, 0].tolist()
+    [5.0, 1.0]
+
+    Args:
+        x: (M, ..., in).
+        weight: (M, out, in).
+        bias: (M, out).
+
+    Returns:
+        (M, ..., out).
+    """
+    if _is_shared(weight) and _is_shared(bias):
+        return F.linear(x, _shared(weight), _shared(bias))
+    y = torch.baddbmm(bias.unsqueeze(1), x.flatten(1, -2), weight.mT)
+    return y.view(*x.shape[:-1], -1)
+
+
+def layer_norm(x: Tensor, weight: Tensor, bias: Tensor, eps: float) -> Tensor:
+    """``γ_m (x_m − mean) / √(var + ε) + β_m`` over the last axis, for each client m.
+
+    >>> x = torch.tensor([[[1.0, 3.0]], [[1.0, 3.0]]])
+    >>> weight, bias = torch.tensor([[1.0], [2.0]]).expand(2, 2), torch.tensor([[0.0, 0], [1, 1]])
+    >>> layer_norm(x, weight, bias, eps=0.0).tolist()
+    [[[-1.0, 1.0]], [[-1.0, 3.0]]]
+
+    Args:
+        x: (M, ..., D).
+        weight: γ, (M, D).
+        bias: β, (M, D).
+        eps: ε.
+
+    Returns:
+        (M, ..., D).
+    """
+    width = x.shape[-1:]
+    if _is_shared(weight) and _is_shared(bias):
+        return F.layer_norm(x, width, _shared(weight), _shared(bias), eps)
+    normed = F.layer_norm(x.flatten(1, -2), width, eps=eps)
+    return torch.addcmul(bias.unsqueeze(1), normed, weight.unsqueeze(1)).view(x.shape)
+
+
+def attention(query: Tensor, key: Tensor, value: Tensor) -> Tensor:
+    """``softmax(Q Kᵀ / √d) V``; it has no weights, so clients and images are one axis.
+
+    >>> query, key = torch.zeros(1, 1, 2, 4), torch.randn(1, 1, 3, 4)
+    >>> value = torch.tensor([0.0, 1.0, 5.0]).view(1, 1, 3, 1)
+    >>> attention(query, key, value).flatten().tolist()
+    [2.0, 2.0]
+
+    Args:
+        query: (images, heads, queries, d).
+        key: (images, heads, keys, d).
+        value: (images, heads, keys, v).
+
+    Returns:
+        (images, heads, queries, v).
+    """
+    if query.device.type != "cpu" or key.shape[-2] > SHORT_SEQUENCE:
+        return F.scaled_dot_product_attention(query, key, value)
+    query = query * query.shape[-1] ** -0.5
+    if query.shape[-2] == 1:  # broadcasting spares the copies that a batched product makes
+        weights = (query * key).sum(dim=-1, keepdim=True).softmax(dim=-2)
+        return (weights * value).sum(dim=-2, keepdim=True)
+    return (query @ key.mT).softmax(dim=-1) @ value
+
+
+def _is_shared(tensor: Tensor) -> bool:
+    """Whether all clients hold the same tensor and none of them needs a gradient of its own."""
+    if tensor.shape[0] == 1:
+        return True
+    return tensor.stride(0) == 0 and not (tensor.requires_grad and torch.is_grad_enabled())
+
+
+def _shared(tensor: Tensor) -> Tensor:
+    """The one tensor behind a shared stack (``squeeze`` has a cheaper gradient than indexing)."""
+    return tensor.squeeze(0) if tensor.shape[0] == 1 else tensor[0]

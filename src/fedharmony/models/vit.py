@@ -1,0 +1,247 @@
+"""Vision transformer (Dosovitskiy et al., "An Image is Worth 16x16 Words", ICLR 2021), stacked.
+
+All clients of a stack run in one batched computation: linear layers are batched products, layer
+norms have one affine map per client, the patch embedding is a linear layer on unfolded patches, and
+attention, having no weights, merges clients and images into one axis.
+
+Parameter names, shapes and initial distributions are timm's, so timm's checkpoints load as they
+are; images of another size than a checkpoint's get interpolated position embeddings.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import dataclass
+from typing import Annotated
+
+import torch
+import torch.nn.functional as F
+from annotated_types import Ge, Gt
+from torch import Tensor
+
+from fedharmony.errors import ConfigError
+from fedharmony.models.base import (
+    Backbone,
+    InputSpec,
+    Shapes,
+    attention,
+    layer_norm,
+    linear,
+    models,
+)
+from fedharmony.models.weights import load_weights
+from fedharmony.types import Tensors
+
+Count = Annotated[int, Ge(1)]
+Positive = Annotated[float, Gt(0)]
+
+
+@models.register("vit")
+class ViT(Backbone):
+    """Vision transformer of any size: pre-norm blocks, class token, learned positions.
+
+    >>> vit = ViT(ViT.Config(width=8, depth=1, heads=2, patch=8), InputSpec(3, 16, 24))
+    >>> params = vit.init(torch.Generator().manual_seed(0))
+    >>> stacked = {name: tensor.expand(5, *tensor.shape) for name, tensor in params.items()}
+    >>> vit.tokens(stacked, torch.zeros(5, 2, 3, 16, 24)).shape  # 1 + 2 · 3 tokens
+    torch.Size([5, 2, 7, 8])
+    >>> vit.features(stacked, torch.zeros(5, 2, 3, 16, 24)).shape
+    torch.Size([5, 2, 8])
+    """
+
+    @dataclass(frozen=True)
+    class Config:
+        """Settings of a vision transformer.
+
+        Attributes:
+            width: token width D.
+            depth: number of blocks.
+            heads: attention heads; they divide ``width``.
+            patch: side of a patch in pixels; it divides height and width of the images.
+            mlp_ratio: hidden width of a block's MLP over ``width``.
+            weights: timm checkpoint (.safetensors, .pth) to start from; none means random weights.
+            mean: per-channel mean of the input normalisation, for images in [0, 1].
+            std: per-channel standard deviation of the input normalisation.
+        """
+
+        width: Count = 64
+        depth: Count = 2
+        heads: Count = 4
+        patch: Count = 8
+        mlp_ratio: Positive = 4.0
+        weights: str | None = None
+        mean: tuple[float, float, float] = (0.5, 0.5, 0.5)
+        std: tuple[Positive, Positive, Positive] = (0.5, 0.5, 0.5)
+
+    def __init__(self, config: Config, input: InputSpec) -> None:
+        if config.width % config.heads:
+            raise ConfigError(
+                f"A vision transformer of width {config.width} cannot have {config.heads} heads, "
+                "which must divide the width. Change width or heads."
+            )
+        if input.channels != len(config.mean):
+            raise ConfigError(
+                f"The vision transformer takes images of {len(config.mean)} channels, the data "
+                f"have {input.channels}. Convert the images to RGB."
+            )
+        if input.height % config.patch or input.width % config.patch:
+            raise ConfigError(
+                f"Images of {input.height} × {input.width} pixels cannot be cut into patches of "
+                f"{config.patch} × {config.patch}. Change the patch, or resize the images to "
+                f"multiples of {config.patch}."
+            )
+        self.config, self.input = config, input
+        self.width, self.mean, self.std = config.width, config.mean, config.std
+        self.grid = (input.height // config.patch, input.width // config.patch)
+        self.hidden = int(config.width * config.mlp_ratio)
+
+    def shapes(self) -> Shapes:
+        """Names and shapes as timm has them."""
+        D, channels, patch = self.width, self.input.channels, self.config.patch
+        shapes: Shapes = {
+            "cls_token": (1, 1, D),
+            "pos_embed": (1, 1 + self.grid[0] * self.grid[1], D),
+            "patch_embed.proj.weight": (D, channels, patch, patch),
+            "patch_embed.proj.bias": (D,),
+        }
+        for i in range(self.config.depth):
+            for layer, shape in {
+                "norm1": (D,),
+                "attn.qkv": (3 * D, D),
+                "attn.proj": (D, D),
+                "norm2": (D,),
+                "mlp.fc1": (self.hidden, D),
+                "mlp.fc2": (D, self.hidden),
+            }.items():
+                shapes[f"blocks.{i}.{layer}.weight"] = shape
+                shapes[f"blocks.{i}.{layer}.bias"] = shape[:1]
+        return {**shapes, "norm.weight": (D,), "norm.bias": (D,)}
+
+    def init(self, generator: torch.Generator) -> Tensors:
+        """Parameters from ``config.weights``, or drawn as timm draws them."""
+        if self.config.weights is not None:
+            return load_weights(self.config.weights, self.shapes(), self.grid)
+        return {name: self._draw(name, shape, generator) for name, shape in self.shapes().items()}
+
+    def _draw(self, name: str, shape: tuple[int, ...], generator: torch.Generator) -> Tensor:
+        tensor = torch.zeros(shape)
+        if name.startswith("patch_embed."):  # a convolution's default
+            bound = (self.input.channels * self.config.patch**2) ** -0.5
+            return tensor.uniform_(-bound, bound, generator=generator)
+        if name == "cls_token":
+            return tensor.normal_(std=1e-6, generator=generator)
+        if name.endswith("bias"):
+            return tensor
+        if "norm" in name:
+            return tensor.fill_(1.0)
+        return torch.nn.init.trunc_normal_(tensor, std=0.02, generator=generator)
+
+    def tokens(self, params: Mapping[str, Tensor], images: Tensor) -> Tensor:
+        """Tokens after the final norm, (M, B, N, D), the class token first."""
+        x = self._embed(params, images)
+        for i in range(self.config.depth):
+            x = self._block(params, f"blocks.{i}", x)
+        return _norm(params, "norm", x)
+
+    def features(self, params: Mapping[str, Tensor], images: Tensor) -> Tensor:
+        """The class token after the final norm, (M, B, D).
+
+        It equals ``tokens(...)[:, :, 0]`` and costs less: in the last block only the class token
+        asks for attention, and only the class token goes on through the MLP.
+        """
+        x = self._embed(params, images)
+        last = self.config.depth - 1
+        for i in range(last):
+            x = self._block(params, f"blocks.{i}", x)
+        x = self._block(params, f"blocks.{last}", x, class_only=True)
+        return _norm(params, "norm", x[:, :, 0])
+
+    def _embed(self, params: Mapping[str, Tensor], images: Tensor) -> Tensor:
+        """Images (M, B, channels, H, W) to class and patch tokens with positions (M, B, N, D)."""
+        (M, B, channels), (rows, columns), patch = images.shape[:3], self.grid, self.config.patch
+        patches = images.reshape(M, B, channels, rows, patch, columns, patch)
+        patches = patches.permute(0, 1, 3, 5, 2, 4, 6).reshape(M, B, rows * columns, -1)
+        weight, bias = params["patch_embed.proj.weight"], params["patch_embed.proj.bias"]
+        embedded = linear(patches, weight.flatten(2), bias)
+        at_class, at_patches = params["pos_embed"].split_with_sizes([1, rows * columns], dim=2)
+        class_token = (params["cls_token"] + at_class).expand(M, B, 1, self.width)
+        return torch.cat([class_token, embedded + at_patches], dim=2)
+
+    def _block(
+        self, params: Mapping[str, Tensor], name: str, x: Tensor, class_only: bool = False
+    ) -> Tensor:
+        """Tokens (M, B, N, D) through one block; with ``class_only`` (M, B, 1, D) comes out."""
+        y = self._attend(params, f"{name}.attn", _norm(params, f"{name}.norm1", x), class_only)
+        x = (x[:, :, :1] if class_only else x) + y
+        y = _linear(params, f"{name}.mlp.fc1", _norm(params, f"{name}.norm2", x))
+        return x + _linear(params, f"{name}.mlp.fc2", F.gelu(y))
+
+    def _attend(
+        self, params: Mapping[str, Tensor], name: str, x: Tensor, class_only: bool
+    ) -> Tensor:
+        if class_only:
+            parts = [self.width, 2 * self.width]
+            weights = params[f"{name}.qkv.weight"].split_with_sizes(parts, dim=1)
+            biases = params[f"{name}.qkv.bias"].split_with_sizes(parts, dim=1)
+            (query,) = self._heads(linear(x[:, :, :1], weights[0], biases[0]))
+            key, value = self._heads(linear(x, weights[1], biases[1]))
+        else:
+            query, key, value = self._heads(_linear(params, f"{name}.qkv", x))
+        attended = attention(query, key, value).transpose(1, 2)
+        return _linear(params, f"{name}.proj", attended.reshape(*x.shape[:2], -1, self.width))
+
+    def _heads(self, x: Tensor) -> tuple[Tensor, ...]:
+        """(M, B, N, parts · D) to one (M · B, heads, N, D / heads) per part."""
+        heads = self.config.heads
+        x = x.reshape(-1, x.shape[2], x.shape[3] // self.width, heads, self.width // heads)
+        return x.permute(2, 0, 3, 1, 4).unbind(0)
+
+
+def _linear(params: Mapping[str, Tensor], name: str, x: Tensor) -> Tensor:
+    return linear(x, params[f"{name}.weight"], params[f"{name}.bias"])
+
+
+def _norm(params: Mapping[str, Tensor], name: str, x: Tensor) -> Tensor:
+    return layer_norm(x, params[f"{name}.weight"], params[f"{name}.bias"], eps=1e-6)
+
+
+@models.register("vit_tiny_patch16")
+class ViTTiny(ViT):
+    """ViT-Ti/16: width 192, depth 12, 3 heads."""
+
+    @dataclass(frozen=True)
+    class Config(ViT.Config):
+        """Settings of :class:`ViT.Config` with the sizes of ViT-Ti/16."""
+
+        width: Count = 192
+        depth: Count = 12
+        heads: Count = 3
+        patch: Count = 16
+
+
+@models.register("vit_small_patch16")
+class ViTSmall(ViT):
+    """ViT-S/16: width 384, depth 12, 6 heads."""
+
+    @dataclass(frozen=True)
+    class Config(ViT.Config):
+        """Settings of :class:`ViT.Config` with the sizes of ViT-S/16."""
+
+        width: Count = 384
+        depth: Count = 12
+        heads: Count = 6
+        patch: Count = 16
+
+
+@models.register("vit_base_patch16")
+class ViTBase(ViT):
+    """ViT-B/16: width 768, depth 12, 12 heads."""
+
+    @dataclass(frozen=True)
+    class Config(ViT.Config):
+        """Settings of :class:`ViT.Config` with the sizes of ViT-B/16."""
+
+        width: Count = 768
+        depth: Count = 12
+        heads: Count = 12
+        patch: Count = 16
