@@ -1,0 +1,74 @@
+"""Running sums over replies: the server's memory does not grow with the number of clients."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+
+import torch
+from torch import Tensor
+
+from fedharmony.types import BUFFERS, PARAMS, Record, Tensors
+
+
+class RunningMean:
+    """Weighted mean of named tensors, folded one client at a time: ``Σ w_k x_k / Σ w_k``.
+
+    Sums are kept in float64, so that the result does not depend on the order of clients beyond the
+    last bit of the result's own type. Integer tensors are not averaged: the first is kept.
+
+    >>> mean = RunningMean()
+    >>> mean.add({"w": torch.tensor([1.0])}, 1.0)
+    >>> mean.add({"w": torch.tensor([4.0])}, 2.0)
+    >>> mean.result()["w"]
+    tensor([3.])
+    """
+
+    def __init__(self) -> None:
+        self.weight = 0.0
+        self._sums: Tensors = {}
+        self._types: dict[str, torch.dtype] = {}
+
+    def add(self, tensors: Mapping[str, Tensor], weight: float) -> None:
+        """Fold one client's tensors in with a weight that need not be normalised."""
+        self.weight += weight
+        for name, tensor in tensors.items():
+            if name not in self._sums:
+                self._types[name] = tensor.dtype
+                floating = tensor.is_floating_point()
+                self._sums[name] = tensor.double() * weight if floating else tensor.clone()
+            elif tensor.is_floating_point():
+                self._sums[name].add_(tensor, alpha=weight)
+
+    def result(self) -> Tensors:
+        """The mean so far, in the tensors' own types."""
+        return {
+            name: (total / self.weight if total.is_floating_point() else total).to(
+                self._types[name]
+            )
+            for name, total in self._sums.items()
+        }
+
+
+class ModelMean:
+    """Running mean of the model part of replies: parameters and buffers by the same weights."""
+
+    def __init__(self) -> None:
+        self.clients = 0
+        self._means = {PARAMS: RunningMean(), BUFFERS: RunningMean()}
+
+    def add(self, record: Record, weight: float) -> None:
+        """Fold one client's model in."""
+        self.clients += 1
+        for group, mean in self._means.items():
+            mean.add(record.get(group), weight)
+
+    def update(self, state: Record) -> Record:
+        """``state`` with its model replaced by the mean; unchanged when nobody was folded in.
+
+        Tensors that did not travel (frozen ones) keep the server's value.
+        """
+        if not self.clients:
+            return state
+        return state.replace(
+            {group: {**state.get(group), **mean.result()} for group, mean in self._means.items()}
+        )

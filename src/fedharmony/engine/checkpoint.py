@@ -1,0 +1,87 @@
+"""Records on disk: safetensors files with a checksum, replaced atomically.
+
+A crash at any moment leaves either the old file or the new one, never a mixture.
+"""
+
+from __future__ import annotations
+
+import hashlib
+import json
+from pathlib import Path
+from typing import Any
+
+import safetensors.torch
+import torch
+from safetensors import SafetensorError, safe_open
+
+from fedharmony.errors import CheckpointError
+from fedharmony.files import write_atomically
+from fedharmony.types import Record, Tensors
+
+FORMAT = "fedharmony-record-1"
+
+
+def digest(record: Record) -> str:
+    """SHA-256 over names, types, shapes and bytes of all tensors, and over the scalars.
+
+    >>> a = Record({"params": {"w": torch.zeros(2)}})
+    >>> digest(a) == digest(Record({"params": {"w": torch.zeros(2)}}))
+    True
+    """
+    sha = hashlib.sha256(json.dumps(dict(record.scalars), sort_keys=True).encode())
+    for name, tensor in sorted(record.tensors()):
+        sha.update(f"{name} {tensor.dtype} {tuple(tensor.shape)}".encode())
+        flat = tensor.detach().cpu().contiguous().reshape(-1)
+        sha.update(flat.view(torch.uint8).numpy().data)
+    return sha.hexdigest()
+
+
+def write_file(path: Path, data: bytes) -> None:
+    """Write a file of a run atomically; a failure says what survives and how to go on."""
+    try:
+        write_atomically(path, data)
+    except OSError as error:
+        kept = " The last good version is still in place." if path.exists() else ""
+        raise CheckpointError(
+            f"Could not write {path}: {error.strerror or error}.{kept} Free some space or check "
+            "the permissions of the folder, then continue with 'fedharmony resume'."
+        ) from error
+
+
+def save_record(path: Path, record: Record) -> None:
+    """Write a record; the last good file survives any failure."""
+    tensors = {name: t.detach().cpu().contiguous() for name, t in record.tensors()}
+    header = {
+        "format": FORMAT,
+        "scalars": json.dumps(dict(record.scalars)),
+        "groups": json.dumps({g: list(members) for g, members in record.groups.items()}),
+        "sha256": digest(record),
+    }
+    write_file(path, safetensors.torch.save(tensors, header))
+
+
+def load_record(path: Path) -> Record:
+    """Read a record and verify it."""
+    advice = "Restore the file from a backup, or delete the run folder and run again."
+    if not path.exists():
+        raise CheckpointError(f"There is no checkpoint {path}. {advice}")
+    try:
+        with safe_open(path, framework="pt") as file:
+            header: dict[str, Any] = file.metadata() or {}
+            tensors = {name: file.get_tensor(name) for name in file.keys()}  # noqa: SIM118
+        if header.get("format") != FORMAT:
+            raise CheckpointError(
+                f"{path} is not a checkpoint of this version ({FORMAT}). {advice}"
+            )
+        groups: dict[str, Tensors] = {
+            group: {name: tensors[f"{group}/{name}"] for name in names}
+            for group, names in json.loads(header["groups"]).items()
+        }
+        record = Record(groups, json.loads(header["scalars"]))
+    except (SafetensorError, OSError, KeyError, ValueError) as error:
+        raise CheckpointError(f"Checkpoint {path} is damaged ({error}). {advice}") from error
+    if digest(record) != header["sha256"]:
+        raise CheckpointError(
+            f"Checkpoint {path} is damaged: its checksum does not match its content. {advice}"
+        )
+    return record

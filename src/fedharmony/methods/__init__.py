@@ -1,0 +1,5 @@
+"""Federated methods, one file each. ``methods.names()`` lists them."""
+
+from fedharmony.methods.base import Method, methods
+
+__all__ = ["Method", "methods"]

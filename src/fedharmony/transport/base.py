@@ -1,0 +1,25 @@
+"""The one interface between the round loop and wherever clients are."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Mapping, Sequence
+from typing import Protocol
+
+from fedharmony.methods.base import Stage
+from fedharmony.types import Failure, Record, Reply
+
+
+class Transport(Protocol):
+    """Delivers messages and brings replies back.
+
+    Attributes:
+        sizes: number of images of each client, by client id 0..K−1.
+    """
+
+    sizes: Sequence[int]
+
+    def exchange(
+        self, stage: Stage, round: int, messages: Mapping[int, Record]
+    ) -> Iterator[Reply | Failure]:
+        """One reply or failure per message, in the order of ``messages`` (client order)."""
+        ...

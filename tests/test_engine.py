@@ -1,0 +1,426 @@
+"""Local training, sampling, failures, the round loop and its records on disk."""
+
+from __future__ import annotations
+
+import os
+import resource
+import subprocess
+import sys
+from collections import Counter
+from collections.abc import Iterator, Mapping
+from dataclasses import dataclass, replace
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+import torch
+import torch.nn.functional as F
+from torch import Tensor
+
+from fedharmony.aggregate import ModelMean, RunningMean
+from fedharmony.data.base import LabelledImages, TensorImages
+from fedharmony.engine.batches import plan_batches
+from fedharmony.engine.checkpoint import digest, load_record, save_record
+from fedharmony.engine.federation import FederationSettings, problem
+from fedharmony.engine.sampling import cohort_size, draw_schedule, drops_out
+from fedharmony.errors import CheckpointError, ClientLimitError, ConfigError
+from fedharmony.losses import Batch, binary_cross_entropy
+from fedharmony.methods.base import Stage
+from fedharmony.rng import numpy_rng
+from fedharmony.types import BUFFERS, PARAMS, Failure, Record, Reply
+from toy import Toy, largest_difference, same_bits, split, toy_data
+
+# -- local training -------------------------------------------------------------------------------
+
+
+def trained_alone(toy: Toy, client: int, round: int = 0) -> dict[str, Tensor]:
+    """Plain PyTorch, one client, no stacking, no padding: the reference."""
+    assert toy.data is not None
+    start = toy.initial().get(PARAMS)
+    params = {name: t.clone().requires_grad_() for name, t in start.items()}
+    optimiser = torch.optim.Adam(list(params.values()), lr=0.01)
+    rng = numpy_rng(toy.seed, "order", round, client)
+    own = split(toy.sizes)[client]
+    assert isinstance(toy.data.images, TensorImages)
+    for _ in range(toy.epochs):
+        order = rng.permutation(own)
+        for first in range(0, len(order), toy.batch_size):
+            index = order[first : first + toy.batch_size]
+            pixels = toy.data.images.pixels[index].double() / 255
+            x = ((pixels - 0.5) / 0.5).flatten(1)
+            y = torch.from_numpy(toy.data.labels[index]).double()
+            hidden = torch.tanh(x @ params["hidden.weight"].T + params["hidden.bias"])
+            logits = hidden @ params["head.weight"].T + params["head.bias"]
+            optimiser.zero_grad()
+            F.binary_cross_entropy_with_logits(logits, y).backward()
+            optimiser.step()
+    return {name: p.detach() for name, p in params.items()}
+
+
+@pytest.mark.parametrize("stack", [1, 2, 8])
+def test_stacked_unequal_clients_train_as_each_would_alone(stack: int) -> None:
+    """Sizes 20, 7, 1, 13, 19 with batch 4: every kind of last batch, and a shrinking stack."""
+    toy = Toy(dtype=torch.float64, stack=stack)
+    messages = toy.method.broadcast(toy.initial(), 0, range(5))
+    stage = toy.method.stages(0)[0]
+    replies = list(toy.transport.exchange(stage, 0, messages))
+    assert [reply.client for reply in replies] == [0, 1, 2, 3, 4]
+    for reply in replies:
+        alone = Record({PARAMS: trained_alone(toy, reply.client)})
+        got = Record({PARAMS: reply.record.get(PARAMS)})
+        # Float32 normalisation (x − 127.5)/127.5 against float64 (x/255 − 0.5)/0.5 sets the limit.
+        assert largest_difference(got, alone) < 1e-6
+        steps = toy.epochs * -(-toy.sizes[reply.client] // toy.batch_size)
+        assert reply.record.scalars["steps"] == steps
+        assert reply.examples == toy.sizes[reply.client]
+
+
+def test_first_adam_step_moves_every_weight_by_the_learning_rate() -> None:
+    """A fresh Adam's first step is lr · g / (|g| + 1e-8): one image, one step, |Δ| ≈ 0.01."""
+    toy = Toy(sizes=(1,), epochs=1, rounds=1, dtype=torch.float64)
+    before = toy.initial()
+    after, _ = toy.run()
+    moved = (after.get(PARAMS)["head.bias"] - before.get(PARAMS)["head.bias"]).abs()
+    torch.testing.assert_close(moved, torch.full_like(moved, 0.01), rtol=1e-5, atol=0)
+
+
+def test_optimiser_is_fresh_each_round() -> None:
+    """With kept moments the second round's first step would not be lr·sign(g)."""
+    toy = Toy(sizes=(1,), epochs=1, rounds=2, dtype=torch.float64)
+    states: list[Record] = []
+    toy.loop().run(toy.initial(), 0, lambda e: None, lambda t, s: states.append(s))
+    first, second = (s.get(PARAMS)["head.bias"] for s in states)
+    torch.testing.assert_close(
+        (second - first).abs(), torch.full_like(first, 0.01), rtol=1e-5, atol=0
+    )
+
+
+def test_padding_rows_and_unknown_labels_do_not_count() -> None:
+    """Two of four entries count: mean of −log σ(2) and −log(1 − σ(−1)) = (0.1269 + 0.3133) / 2."""
+    logits = torch.tensor([[2.0, 9.0], [9.0, -1.0], [7.0, 7.0]])
+    labels = torch.tensor([[1.0, 0.0], [0.0, 0.0], [1.0, 1.0]])
+    counted = torch.tensor([[1.0, 0.0], [0.0, 1.0], [0.0, 0.0]])
+    batch = Batch(labels, torch.tensor([1.0, 1.0, 0.0]), counted)
+    assert float(binary_cross_entropy(logits, batch)) == pytest.approx(0.220095, abs=1e-5)
+    assert float(binary_cross_entropy(logits, batch._replace(counted=counted * 0))) == 0.0
+
+
+def test_known_mask_reaches_the_loss() -> None:
+    """A label that is unknown everywhere leaves its row of the head untouched."""
+    data = toy_data(20)
+    known = np.ones(data.labels.shape, dtype=bool)
+    known[:, 2] = False
+    toy = Toy(sizes=(12, 8), data=replace(data, known=known))
+    before, (after, _) = toy.initial().get(PARAMS), toy.run()
+    weight = after.get(PARAMS)["head.weight"]
+    assert torch.equal(weight[2], before["head.weight"][2])
+    assert not torch.equal(weight[1], before["head.weight"][1])
+
+
+def test_plan_has_every_image_once_per_epoch() -> None:
+    orders = [np.stack([np.random.default_rng(e).permutation(n) for e in range(3)]) for n in (9, 4)]
+    plan = plan_batches(orders, 4)
+    assert plan.steps.tolist() == [9, 3]
+    for m, n in enumerate((9, 4)):
+        seen = Counter(int(i) for i in plan.index[:, m].ravel() if i >= 0)
+        assert seen == dict.fromkeys(range(n), 3)
+    assert list(plan.segments()) == [(0, 3, 2), (3, 9, 1)]
+    with pytest.raises(ValueError, match="ordered by size"):
+        plan_batches(orders[::-1], 4)
+
+
+# -- sampling -------------------------------------------------------------------------------------
+
+
+def test_schedule() -> None:
+    sizes = [10, 0, 20, 30, 40]
+    schedule = draw_schedule(sizes, 50, 2, "uniform", seed=3)
+    assert schedule == draw_schedule(sizes, 50, 2, "uniform", seed=3)
+    assert schedule != draw_schedule(sizes, 50, 2, "uniform", seed=4)
+    # A longer run begins with the shorter one's cohorts.
+    assert draw_schedule(sizes, 60, 2, "uniform", seed=3)[:50] == schedule
+    assert all(len(set(c)) == 2 and c == sorted(c) and 1 not in c for c in schedule)
+    with pytest.raises(ConfigError, match="only 4 have"):
+        draw_schedule(sizes, 1, 5, "uniform", seed=0)
+
+
+def test_sampling_by_size_follows_sizes() -> None:
+    """Cohorts of one: client k is drawn with probability n_k / Σ n = 0.1, 0.9."""
+    counts = Counter(c[0] for c in draw_schedule([10, 90], 2000, 1, "size", seed=0))
+    assert counts[1] / 2000 == pytest.approx(0.9, abs=0.02)
+    even = Counter(c[0] for c in draw_schedule([10, 90], 2000, 1, "uniform", seed=0))
+    assert even[1] / 2000 == pytest.approx(0.5, abs=0.035)
+
+
+def test_cohort_size() -> None:
+    assert cohort_size(7, 0.5, None) == 4
+    with pytest.raises(ConfigError, match="more than the 3 clients"):
+        cohort_size(3, 1.0, 4)
+
+
+def test_drop_out_rate() -> None:
+    drawn = [drops_out(0.3, 0, t, k) for t in range(40) for k in range(50)]
+    assert np.mean(drawn) == pytest.approx(0.3, abs=0.03)
+    assert not drops_out(0.0, 0, 0, 0)
+
+
+# -- aggregation ----------------------------------------------------------------------------------
+
+
+def test_running_mean_by_hand() -> None:
+    """Weights 1, 3: (1·[1, 2] + 3·[5, 6]) / 4 = [4, 5]; the integer counter is not averaged."""
+    mean = RunningMean()
+    mean.add({"w": torch.tensor([1.0, 2.0]), "steps": torch.tensor(7)}, 1.0)
+    mean.add({"w": torch.tensor([5.0, 6.0]), "steps": torch.tensor(9)}, 3.0)
+    result = mean.result()
+    assert result["w"].tolist() == [4.0, 5.0]
+    assert result["steps"].item() == 7
+    assert result["w"].dtype == torch.float32
+
+
+def test_order_of_clients_does_not_matter() -> None:
+    generator = torch.Generator().manual_seed(0)
+    clients = [(torch.randn(50, generator=generator), float(n)) for n in range(1, 30)]
+    results = []
+    for order in (clients, clients[::-1]):
+        mean = RunningMean()
+        for tensor, weight in order:
+            mean.add({"w": tensor}, weight)
+        results.append(mean.result()["w"])
+    assert torch.equal(*results)
+
+
+def test_buffers_and_frozen_parameters() -> None:
+    state = Record({PARAMS: {"w": torch.zeros(1), "frozen": torch.ones(1)}, BUFFERS: {}})
+    mean = ModelMean()
+    assert mean.update(state) is state
+    mean.add(Record({PARAMS: {"w": torch.tensor([2.0])}, BUFFERS: {"b": torch.tensor([4.0])}}), 1)
+    new = mean.update(state)
+    assert new.get(PARAMS) == {"w": torch.tensor([2.0]), "frozen": torch.ones(1)}
+    assert new.get(BUFFERS) == {"b": torch.tensor([4.0])}
+
+
+def test_equal_clients_equal_one_client() -> None:
+    """M clients with the same data, order and size: the mean is any one of them."""
+    data = toy_data(8)
+    doubled = LabelledImages(
+        TensorImages(torch.cat([data.images.gather(torch.arange(8), "cpu")] * 2)),
+        np.concatenate([data.labels] * 2),
+    )
+    two = Toy(sizes=(8, 8), epochs=1, rounds=1, batch_size=8, data=doubled)
+    one = Toy(sizes=(8,), epochs=1, rounds=1, batch_size=8, data=data)
+    # Full batches: the order inside the only batch differs, hence a tolerance.
+    assert largest_difference(two.run()[0], one.run()[0]) < 1e-5
+
+
+def test_uniform_averaging() -> None:
+    _, events = Toy(federation=FederationSettings(average="uniform"), rounds=1).run()
+    assert set(events[0]["weights"].values()) == {0.2}
+
+
+# -- failures -------------------------------------------------------------------------------------
+
+
+@dataclass
+class Unreliable:
+    """A transport that spoils the replies of some clients."""
+
+    inner: Any
+    spoil: Mapping[int, str]
+
+    @property
+    def sizes(self) -> Any:
+        return self.inner.sizes
+
+    def exchange(
+        self, stage: Stage, round: int, messages: Mapping[int, Record]
+    ) -> Iterator[Reply | Failure]:
+        for answer in self.inner.exchange(stage, round, messages):
+            how = self.spoil.get(answer.client)
+            if how == "nan":
+                params = dict(answer.record.get(PARAMS))
+                params["head.bias"] = params["head.bias"] * float("nan")
+                answer = replace(answer, record=answer.record.replace({PARAMS: params}))
+            elif how == "shape":
+                params = dict(answer.record.get(PARAMS))
+                params["head.bias"] = params["head.bias"][:2]
+                answer = replace(answer, record=answer.record.replace({PARAMS: params}))
+            elif how == "missing":
+                answer = replace(answer, record=Record())
+            yield answer
+
+
+@pytest.mark.parametrize(
+    ("how", "reason"),
+    [
+        ("nan", "params/head.bias holds a value that is not finite"),
+        ("shape", "params/head.bias has shape (2,), expected (6,)"),
+        ("missing", "group 'params' has missing or unexpected tensors"),
+    ],
+)
+def test_bad_replies_are_named_and_left_out(how: str, reason: str) -> None:
+    toy = Toy(rounds=2)
+    toy.transport = Unreliable(toy.transport, {1: how, 3: how})
+    _, events = toy.run()
+    for event in events:
+        assert event["reported"] == [0, 2, 4]
+        assert [f["client"] for f in event["failures"]] == [1, 3]
+        assert all(reason in f["reason"] and f["stage"] == "update" for f in event["failures"])
+        assert event["weights"].keys() == {"0", "2", "4"}
+        assert sum(event["weights"].values()) == pytest.approx(1.0)
+
+
+def test_left_out_means_left_out() -> None:
+    """Without clients 1 and 3 the round equals one whose cohort never had them."""
+    spoilt, clean = Toy(rounds=1), Toy(rounds=1)
+    spoilt.transport = Unreliable(spoilt.transport, {1: "nan", 3: "nan"})
+    state, _ = spoilt.run()
+    loop = replace(clean.loop(), schedule=[[0, 2, 4]])
+    alone = loop.run(clean.initial(), 0, lambda e: None, lambda t, s: None)
+    assert largest_difference(state, alone) < 1e-6
+
+
+class BrokenFile(TensorImages):
+    """Images of which one cannot be read."""
+
+    bad = 22
+
+    def gather(self, index: Tensor, device: Any) -> Tensor:
+        if (index == self.bad).any():
+            raise OSError(f"image {self.bad} cannot be read")
+        return super().gather(index, device)
+
+
+def test_a_client_that_raises_is_found_in_its_stack() -> None:
+    """Image 22 belongs to client 1 (sizes 20, 7, …); the other four are not harmed."""
+    data = toy_data(60)
+    assert isinstance(data.images, TensorImages)
+    toy = Toy(rounds=1, data=replace(data, images=BrokenFile(data.images.pixels)))
+    _, events = toy.run()
+    assert events[0]["reported"] == [0, 2, 3, 4]
+    (failure,) = events[0]["failures"]
+    assert (failure["client"], failure["stage"], failure["round"]) == (1, "update", 0)
+    assert failure["reason"].startswith("OSError: image 22 cannot be read (test_engine.py:")
+
+
+def test_nobody_left_keeps_the_model() -> None:
+    toy = Toy(rounds=1, federation=FederationSettings(max_failures=1.0))
+    toy.transport = Unreliable(toy.transport, dict.fromkeys(range(5), "nan"))
+    state, events = toy.run()
+    assert same_bits(state, toy.initial())
+    assert events[0]["reported"] == []
+    assert events[0]["train_loss"] is None
+
+
+def test_too_many_failures_stop_the_run() -> None:
+    toy = Toy(rounds=3)
+    toy.transport = Unreliable(toy.transport, dict.fromkeys(range(3), "nan"))
+    with pytest.raises(ClientLimitError, match=r"3 of 5 clients failed in update of round 1, "):
+        toy.run()
+
+
+def test_drop_outs_are_not_failures() -> None:
+    toy = Toy(rounds=6, federation=FederationSettings(drop_rate=0.5))
+    _, events = toy.run()
+    dropped = [set(e["dropped"]) for e in events]
+    assert any(dropped)
+    for event, lost in zip(events, dropped, strict=True):
+        assert not event["failures"]
+        assert set(event["reported"]) == set(event["cohort"]) - lost
+        assert event["bytes_down"] > event["bytes_up"] or not lost
+
+
+def test_problem_accepts_a_good_record() -> None:
+    record = Record({"g": {"x": torch.ones(2), "n": torch.ones(2, dtype=torch.int64)}})
+    assert problem(record, {"g": {"x": (2,), "n": (2,)}}) is None
+
+
+# -- records on disk ------------------------------------------------------------------------------
+
+RECORD = Record(
+    {
+        "params": {"w": torch.randn(3, 4, dtype=torch.float64), "half": torch.ones(2).half()},
+        "table": {
+            "ids": torch.arange(5),
+            "known": torch.tensor([True, False]),
+            "none": torch.ones(0),
+        },
+        "empty": {},
+    },
+    {"round": 3, "name": "x", "share": 0.5, "flag": True},
+)
+
+
+def test_checkpoint_round_trip(tmp_path: Path) -> None:
+    path = tmp_path / "checkpoint.safetensors"
+    save_record(path, RECORD)
+    loaded = load_record(path)
+    assert same_bits(loaded, RECORD)
+    assert loaded.scalars == RECORD.scalars
+    assert list(loaded.groups) == ["params", "table", "empty"]
+    assert digest(loaded) == digest(RECORD)
+    assert [p.name for p in tmp_path.iterdir()] == ["checkpoint.safetensors"]
+
+
+@pytest.mark.parametrize("cut", [0, 5, 100, -1])
+def test_truncated_checkpoint(tmp_path: Path, cut: int) -> None:
+    path = tmp_path / "checkpoint.safetensors"
+    save_record(path, RECORD)
+    path.write_bytes(path.read_bytes()[:cut])
+    with pytest.raises(CheckpointError, match="is damaged"):
+        load_record(path)
+
+
+def test_flipped_bit_in_checkpoint(tmp_path: Path) -> None:
+    path = tmp_path / "checkpoint.safetensors"
+    save_record(path, RECORD)
+    content = bytearray(path.read_bytes())
+    content[-3] ^= 1
+    path.write_bytes(content)
+    with pytest.raises(CheckpointError, match="checksum"):
+        load_record(path)
+
+
+def test_missing_and_foreign_checkpoints(tmp_path: Path) -> None:
+    with pytest.raises(CheckpointError, match="There is no checkpoint"):
+        load_record(tmp_path / "none")
+    import safetensors.torch
+
+    foreign = tmp_path / "foreign.safetensors"
+    safetensors.torch.save_file({"w": torch.ones(1)}, foreign)
+    with pytest.raises(CheckpointError, match="not a checkpoint of this version"):
+        load_record(foreign)
+
+
+FILL_THE_DISK = """
+import resource, sys, torch
+from pathlib import Path
+from fedharmony.engine.checkpoint import save_record
+from fedharmony.errors import CheckpointError
+from fedharmony.types import Record
+path = Path(sys.argv[1])
+resource.setrlimit(resource.RLIMIT_FSIZE, (50_000, 50_000))
+try:
+    save_record(path, Record({"params": {"w": torch.zeros(100_000)}}))
+except CheckpointError as error:
+    print(error)
+"""
+
+
+def test_no_room_for_a_checkpoint_keeps_the_last_good_one(tmp_path: Path) -> None:
+    """The file-size limit of a child process makes its write fail half-way, like a full disk."""
+    assert resource.RLIMIT_FSIZE is not None
+    path = tmp_path / "checkpoint.safetensors"
+    save_record(path, RECORD)
+    done = subprocess.run(
+        [sys.executable, "-c", FILL_THE_DISK, str(path)],
+        capture_output=True,
+        text=True,
+        check=True,
+        env=dict(os.environ),
+    )
+    assert "Could not write" in done.stdout
+    assert "last good version is still in place" in done.stdout
+    assert same_bits(load_record(path), RECORD)
+    assert [p.name for p in tmp_path.iterdir()] == ["checkpoint.safetensors"]

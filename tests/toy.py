@@ -1,0 +1,143 @@
+"""A tiny federated task for engine and method tests: seconds matter, pictures do not."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, field
+from itertools import pairwise
+from typing import Any
+
+import numpy as np
+import torch
+from torch import Tensor
+
+from fedharmony.data.base import LabelledImages, TensorImages
+from fedharmony.engine.cohort import Cohort, TrainSettings
+from fedharmony.engine.federation import Federation, FederationSettings
+from fedharmony.engine.sampling import draw_schedule
+from fedharmony.methods.base import Method, Task, methods
+from fedharmony.models.base import Backbone, InputSpec, Model, Shapes, linear
+from fedharmony.transport.inprocess import InProcess
+from fedharmony.types import Index, Record, Tensors
+
+CLASSES = 6
+
+
+class Pixels(Backbone):
+    """One hidden layer on raw pixels, stacked like the ViT."""
+
+    def __init__(self, input: InputSpec, width: int = 8) -> None:
+        self.input, self.width = input, width
+        self.mean = self.std = (0.5, 0.5, 0.5)
+        self.inputs = input.channels * input.height * input.width
+
+    def shapes(self) -> Shapes:
+        return {"hidden.weight": (self.width, self.inputs), "hidden.bias": (self.width,)}
+
+    def init(self, generator: torch.Generator) -> Tensors:
+        return {
+            name: torch.randn(shape, generator=generator) * 0.1
+            for name, shape in self.shapes().items()
+        }
+
+    def tokens(self, params: Mapping[str, Tensor], images: Tensor) -> Tensor:
+        hidden = linear(images.flatten(2), params["hidden.weight"], params["hidden.bias"])
+        return hidden.tanh().unsqueeze(2)
+
+
+def toy_data(images: int = 60, classes: int = CLASSES, seed: int = 0) -> LabelledImages:
+    """4 × 4 colour images whose brightness pattern carries correlated labels."""
+    rng = np.random.default_rng(seed)
+    theme = rng.integers(0, 2, (images, 1))
+    labels = rng.random((images, classes)) < np.where(theme == np.arange(classes) % 2, 0.6, 0.1)
+    pattern = rng.normal(size=(classes, 48))
+    pixels = 128 + 30 * (labels @ pattern) + rng.normal(0, 20, (images, 48))
+    pixels = np.clip(pixels, 0, 255).astype(np.uint8).reshape(images, 3, 4, 4)
+    return LabelledImages(TensorImages(torch.from_numpy(pixels)), labels.astype(np.uint8))
+
+
+def split(sizes: Sequence[int]) -> list[Index]:
+    """Consecutive images, ``sizes[k]`` for client k."""
+    ends = np.cumsum([0, *sizes])
+    return [np.arange(a, b, dtype=np.int64) for a, b in pairwise(ends)]
+
+
+@dataclass
+class Toy:
+    """Everything a test needs to train a method on the toy task."""
+
+    name: str = "fedavg"
+    config: Mapping[str, Any] | None = None
+    sizes: Sequence[int] = (20, 7, 1, 13, 19)
+    rounds: int = 3
+    cohort: int | None = None
+    stack: int = 8
+    dtype: torch.dtype = torch.float32
+    seed: int = 0
+    epochs: int = 2
+    batch_size: int = 4
+    federation: FederationSettings = field(default_factory=FederationSettings)
+    method_class: type[Method] | None = None
+    data: LabelledImages | None = None
+
+    def __post_init__(self) -> None:
+        self.data = self.data or toy_data(sum(self.sizes))
+        classes = self.data.labels.shape[1]
+        self.task = Task(
+            classes=classes,
+            clients=len(self.sizes),
+            rounds=self.rounds,
+            batch_size=self.batch_size,
+            epochs=self.epochs,
+            seed=self.seed,
+            average=self.federation.average,
+        )
+        cls = self.method_class or methods[self.name]
+        self.method = cls(cls.Config(**(self.config or {})), self.task)
+        backbone = Pixels(InputSpec(*self.data.images.shape))
+        self.model = Model(backbone, self.method.head(backbone.width))
+        settings = TrainSettings(epochs=self.epochs, batch_size=self.batch_size, lr=0.01)
+        self.trainer = Cohort(
+            self.model,
+            self.method,
+            self.data,
+            split(self.sizes),
+            settings,
+            self.seed,
+            torch.device("cpu"),
+            sweep_batch=5,
+        )
+        self.transport: Any = InProcess(self.trainer, self.stack)
+
+    def initial(self) -> Record:
+        params = self.model.init(torch.Generator().manual_seed(1))
+        return self.method.init_state({n: t.to(self.dtype) for n, t in params.items()}, {})
+
+    def loop(self) -> Federation:
+        cohort = self.cohort or len(self.sizes)
+        return Federation(
+            self.method,
+            self.transport,
+            draw_schedule(self.sizes, self.rounds, cohort, "uniform", self.seed),
+            self.federation,
+            self.seed,
+            self.epochs,
+            self.model.head.frozen,
+        )
+
+    def run(self) -> tuple[Record, list[dict[str, Any]]]:
+        """The state after all rounds, and all events."""
+        events: list[dict[str, Any]] = []
+        state = self.loop().run(self.initial(), 0, events.append, lambda round, state: None)
+        return state, events
+
+
+def same_bits(a: Record, b: Record) -> bool:
+    first, second = dict(a.tensors()), dict(b.tensors())
+    return first.keys() == second.keys() and all(torch.equal(first[n], second[n]) for n in first)
+
+
+def largest_difference(a: Record, b: Record) -> float:
+    first, second = dict(a.tensors()), dict(b.tensors())
+    assert first.keys() == second.keys()
+    return max(float((first[n].double() - second[n].double()).abs().max()) for n in first)
