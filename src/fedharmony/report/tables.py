@@ -1,0 +1,419 @@
+"""The table of the eight metrics, for the terminal, Markdown, CSV and LaTeX.
+
+One row per method. With several seeds a cell reads ``mean ± standard deviation`` over the runs
+(sample standard deviation, n − 1 in the denominator); with one seed it is the number alone. Values
+stay unrounded fractions until they are printed, in per cent with one decimal. The best of each
+quality column is marked; values that print the same are all marked, because the table gives no
+reason to prefer one. Costs (seconds, megabytes) are never marked. The trivial predictors stand
+below a rule and do not compete.
+
+>>> rows = [
+...     RunRow("fedavg", 0, {"mAP": 0.70}),
+...     RunRow("fedavg", 1, {"mAP": 0.72}),
+...     RunRow("fedharmony", 0, {"mAP": 0.74}),
+...     RunRow("fedharmony", 1, {"mAP": 0.75}),
+... ]
+>>> print(metric_table(rows, {"prevalence": {"mAP": 0.071}}).to_markdown())
+| Method | mAP |
+|:--|--:|
+| fedavg | 71.0 ± 1.4 |
+| fedharmony | **74.5 ± 0.7** |
+| *prevalence* | 7.1 |
+<BLANKLINE>
+mean ± sample standard deviation over 2 seeds.
+"""
+
+from __future__ import annotations
+
+import csv
+import io
+import math
+import statistics
+from collections.abc import Callable, Iterable, Mapping, Sequence
+from dataclasses import dataclass
+
+from rich.box import HORIZONTALS
+from rich.table import Table
+from rich.text import Text
+
+from fedharmony.metrics import METRIC_NAMES
+from fedharmony.report.load import RunView
+
+DASH = "–"
+
+
+@dataclass(frozen=True)
+class Column:
+    """A quantity of the table.
+
+    Attributes:
+        key: Name in the data and in CSV files.
+        heading: Printed heading.
+        meaning: One line of explanation.
+        scale: Factor from stored to printed value.
+        digits: Decimals printed.
+        quality: Whether higher is better and the best value is marked.
+        rank: Order in which columns are kept where space is short (low ranks stay).
+    """
+
+    key: str
+    heading: str
+    meaning: str
+    scale: float
+    digits: int
+    quality: bool
+    rank: int
+
+    def number(self, value: float) -> str:
+        """The printed value; a dash where it is undefined.
+
+        >>> COLUMNS[0].number(0.7126), COLUMNS[0].number(float("nan")), COLUMNS[8].number(-0.001)
+        ('71.3', '–', '0.00')
+        """
+        if not math.isfinite(value):
+            return DASH
+        text = f"{value * self.scale:.{self.digits}f}"
+        return text.lstrip("-") if not text.strip("-0.") else text
+
+
+_MEANINGS = {
+    "mAP": "mean over labels of average precision",
+    "O-mAP": "average precision over all image-label pairs at once",
+    "CP": "precision, averaged over labels",
+    "CR": "recall, averaged over labels",
+    "CF1": "harmonic mean of CP and CR",
+    "OP": "precision over all predictions",
+    "OR": "recall over all positives",
+    "OF1": "harmonic mean of OP and OR",
+}
+_KEEP_FIRST = ("mAP", "CF1", "OF1", "O-mAP", "structure r", "CP", "CR", "OP", "OR", "seconds")
+
+#: All columns in table order; a table shows those for which some run has a value.
+COLUMNS: tuple[Column, ...] = (
+    *(
+        Column(name, name, _MEANINGS[name], 100.0, 1, True, _KEEP_FIRST.index(name))
+        for name in METRIC_NAMES
+    ),
+    Column(
+        "structure_r",
+        "structure r",
+        "Pearson correlation of learned and true label correlations (off-diagonal)",
+        1.0,
+        2,
+        True,
+        _KEEP_FIRST.index("structure r"),
+    ),
+    Column("seconds", "seconds", "time of all rounds and evaluations", 1.0, 0, False, 9),
+    Column("bytes_up", "MB up", "sent by clients, all rounds", 1e-6, 1, False, 10),
+    Column("bytes_down", "MB down", "sent to clients, all rounds", 1e-6, 1, False, 11),
+)
+
+
+@dataclass(frozen=True)
+class RunRow:
+    """The numbers of one run by column key, unrounded; ``complete`` is False if it did not end."""
+
+    label: str
+    seed: int
+    values: Mapping[str, float]
+    complete: bool = True
+
+
+@dataclass(frozen=True)
+class Cell:
+    """Mean and sample standard deviation over ``count`` runs; ``best`` in its column or not."""
+
+    mean: float
+    deviation: float
+    count: int
+    best: bool = False
+
+
+@dataclass(frozen=True)
+class Line:
+    """A printed row: a method with its cells, or a trivial predictor."""
+
+    name: str
+    cells: tuple[Cell, ...]
+    complete: bool = True
+
+
+def _cell(values: Iterable[float]) -> Cell:
+    known = [v for v in values if math.isfinite(v)]
+    mean = statistics.fmean(known) if known else math.nan
+    deviation = statistics.stdev(known) if len(known) > 1 else math.nan
+    return Cell(mean, deviation, len(known))
+
+
+def _mark_best(column: Column, cells: Sequence[Cell]) -> list[Cell]:
+    """The cells with the best marked, compared as printed; a single value has no rival."""
+    printed = [float(column.number(c.mean)) if c.count else -math.inf for c in cells]
+    if not column.quality or sum(c.count > 0 for c in cells) < 2:
+        return list(cells)
+    top = max(printed)
+    return [
+        Cell(c.mean, c.deviation, c.count, best=bool(c.count) and value == top)
+        for c, value in zip(cells, printed, strict=True)
+    ]
+
+
+@dataclass(frozen=True)
+class MetricTable:
+    """The metrics of several methods; build with :func:`metric_table`.
+
+    Attributes:
+        columns: The columns that have values.
+        lines: One line per method, in order.
+        baselines: One line per trivial predictor.
+        runs: The single runs behind the lines.
+    """
+
+    columns: tuple[Column, ...]
+    lines: tuple[Line, ...]
+    baselines: tuple[Line, ...]
+    runs: tuple[RunRow, ...]
+    baseline_values: Mapping[str, Mapping[str, float]]
+
+    @property
+    def notes(self) -> tuple[str, ...]:
+        """What a reader of the numbers must know."""
+        seeds = {len([r for r in self.runs if r.label == line.name]) for line in self.lines}
+        notes = []
+        if max(seeds, default=0) > 1:
+            over = f"{min(seeds)} to {max(seeds)}" if len(seeds) > 1 else f"{max(seeds)}"
+            notes.append(f"mean ± sample standard deviation over {over} seeds")
+        if any(not line.complete for line in self.lines):
+            notes.append("* includes a run that has not finished")
+        return tuple(notes)
+
+    def text(self, column: Column, cell: Cell) -> str:
+        """A cell as printed, without marking."""
+        mean = column.number(cell.mean)
+        if not math.isfinite(cell.deviation):
+            return mean
+        return f"{mean} ± {column.number(cell.deviation)}"
+
+    def _name(self, line: Line) -> str:
+        return line.name if line.complete else f"{line.name} *"
+
+    def to_rich(self, width: int = 80) -> Table:
+        """A table for a terminal ``width`` columns wide; secondary columns go first if too narrow.
+
+        Kept as long as they fit: mAP, CF1, OF1, O-mAP, structure r, CP, CR, OP, OR, seconds, MB.
+        """
+        kept = self._columns_within(width)
+        left_out = len(self.columns) - len(kept)
+        notes = list(self.notes)
+        if left_out:
+            notes.append(f"{left_out} of {len(self.columns)} columns left out: terminal too narrow")
+        table = Table(
+            box=HORIZONTALS,
+            padding=(0, 1, 0, 0),
+            header_style="dim",
+            caption="; ".join(notes) or None,
+            caption_justify="left",
+        )
+        table.add_column("Method", overflow="fold", min_width=6)
+        for index in kept:
+            table.add_column(self.columns[index].heading, justify="right", no_wrap=True)
+        for group in (self.lines, self.baselines):
+            for line in group:
+                quiet = "dim" if group is self.baselines else ""
+                cells = [
+                    Text(
+                        self.text(self.columns[i], line.cells[i]),
+                        "bold" if line.cells[i].best else quiet,
+                    )
+                    for i in kept
+                ]
+                table.add_row(Text(self._name(line), quiet), *cells)
+            table.add_section()
+        return table
+
+    def _columns_within(self, width: int) -> list[int]:
+        """Indices of the columns that fit, best rank first until the first that does not."""
+        lines = (*self.lines, *self.baselines)
+        names = max((len(self._name(line)) for line in lines), default=0)
+        room = width - max(6, min(names, width // 3)) - 3  # with both edges of the frame
+        kept: list[int] = []
+        for index in sorted(range(len(self.columns)), key=lambda i: self.columns[i].rank):
+            column = self.columns[index]
+            texts = [column.heading, *(self.text(column, line.cells[index]) for line in lines)]
+            room -= max(map(len, texts)) + 2  # padding and a gap
+            if room < 0 and kept:
+                break
+            kept.append(index)
+        return sorted(kept)
+
+    def _rows(
+        self,
+        escape: Callable[[str], str],
+        bold: Callable[[str], str],
+        lines: Iterable[Line],
+        number: Callable[[str], str] = str,
+    ) -> list[list[str]]:
+        rows = []
+        for line in lines:
+            row = [escape(self._name(line))]
+            for column, cell in zip(self.columns, line.cells, strict=True):
+                text = number(self.text(column, cell))
+                row.append(bold(text) if cell.best else text)
+            rows.append(row)
+        return rows
+
+    def to_markdown(self) -> str:
+        """A Markdown table; trivial predictors are in italics (Markdown has no rules)."""
+        head = ["Method", *(_escape_markdown(c.heading) for c in self.columns)]
+        rows = self._rows(_escape_markdown, "**{}**".format, self.lines)
+        rows += self._rows(lambda n: f"*{_escape_markdown(n)}*", "**{}**".format, self.baselines)
+        lines = [" | ".join(row) for row in (head, *rows)]
+        rule = "|:--|" + "--:|" * len(self.columns)
+        table = [f"| {lines[0]} |", rule, *(f"| {line} |" for line in lines[1:])]
+        return "\n".join(
+            [*table, "", *(f"{_escape_markdown(note)}.  " for note in self.notes)]
+        ).rstrip()
+
+    def to_csv(self) -> str:
+        """One row per run and per trivial predictor, at full precision, in stored units.
+
+        Columns: ``kind`` (``run`` or ``baseline``), ``method``, ``seed`` (empty for baselines),
+        ``complete``, then the metrics as fractions, ``structure_r``, ``seconds``, ``bytes_up`` and
+        ``bytes_down`` as far as known. There are no summary rows: every summary follows from
+        these, and a file that mixes both is easily averaged twice.
+        """
+        out = io.StringIO()
+        writer = csv.writer(out, lineterminator="\n")
+        keys = [column.key for column in self.columns]
+        writer.writerow(["kind", "method", "seed", "complete", *keys])
+
+        def numbers(values: Mapping[str, float]) -> list[str]:
+            found = [values.get(key, math.nan) for key in keys]
+            return [repr(float(v)) if math.isfinite(v) else "" for v in found]
+
+        for run in self.runs:
+            done = "true" if run.complete else "false"
+            writer.writerow(["run", run.label, run.seed, done, *numbers(run.values)])
+        for name, values in self.baseline_values.items():
+            writer.writerow(["baseline", name, "", "true", *numbers(values)])
+        return out.getvalue()
+
+    def to_latex(self) -> str:
+        r"""A ``tabular`` in the style of the booktabs package (``\usepackage{booktabs}``)."""
+
+        def bold(text: str) -> str:
+            return rf"\textbf{{{text}}}"
+
+        def number(text: str) -> str:
+            return text.replace("-", "$-$").replace("±", r"$\pm$").replace(DASH, "--")
+
+        def render(lines: Iterable[Line]) -> list[str]:
+            rows = self._rows(escape_latex, bold, lines, number)
+            return [" & ".join(row) + r" \\" for row in rows]
+
+        head = " & ".join(["Method", *(escape_latex(c.heading) for c in self.columns)])
+        body = render(self.lines)
+        if self.baselines:
+            body += [r"\midrule", *render(self.baselines)]
+        return "\n".join(
+            [
+                rf"\begin{{tabular}}{{l{'r' * len(self.columns)}}}",
+                r"\toprule",
+                head + r" \\",
+                r"\midrule",
+                *body,
+                r"\bottomrule",
+                r"\end{tabular}",
+                *(f"% {note}" for note in self.notes),
+                "",
+            ]
+        )
+
+
+def metric_table(
+    rows: Sequence[RunRow], baselines: Mapping[str, Mapping[str, float]] | None = None
+) -> MetricTable:
+    """Gather runs into a table: runs with the same label are seeds of one method.
+
+    Args:
+        rows: The runs; methods keep the order in which they first appear.
+        baselines: Metrics of the trivial predictors by name.
+
+    Returns:
+        The table, with the best of each column marked.
+    """
+    baselines = baselines or {}
+    labels = list(dict.fromkeys(row.label for row in rows))
+    columns = tuple(
+        c for c in COLUMNS if any(math.isfinite(r.values.get(c.key, math.nan)) for r in rows)
+    )
+    by_column = [
+        _mark_best(
+            column,
+            [
+                _cell(r.values.get(column.key, math.nan) for r in rows if r.label == label)
+                for label in labels
+            ],
+        )
+        for column in columns
+    ]
+    lines = tuple(
+        Line(
+            label,
+            tuple(cells[i] for cells in by_column),
+            all(r.complete for r in rows if r.label == label),
+        )
+        for i, label in enumerate(labels)
+    )
+    trivial = tuple(
+        Line(name, tuple(_cell([values.get(c.key, math.nan)]) for c in columns))
+        for name, values in baselines.items()
+    )
+    return MetricTable(columns, lines, trivial, tuple(rows), baselines)
+
+
+def table_of(groups: Mapping[str, Sequence[RunView]]) -> MetricTable:
+    """The table of loaded runs, grouped by display name, with the first baselines found."""
+    rows = [_run_row(label, run) for label, runs in groups.items() for run in runs]
+    baselines = next((r.baselines for runs in groups.values() for r in runs if r.baselines), {})
+    return metric_table(rows, baselines)
+
+
+def _run_row(label: str, run: RunView) -> RunRow:
+    values = {
+        **{name: run.metrics.get(name, math.nan) for name in METRIC_NAMES},
+        "structure_r": run.structure.get("soft_pearson", math.nan),
+        "seconds": run.seconds,
+        "bytes_up": run.traffic("up"),
+        "bytes_down": run.traffic("down"),
+    }
+    return RunRow(label, run.seed, values, run.status == "completed")
+
+
+def _escape_markdown(text: str) -> str:
+    r"""Text that no Markdown reader takes for markup.
+
+    >>> print(_escape_markdown("a|b_c*<i>"))
+    a\|b\_c\*\<i\>
+    """
+    escaped = "".join(f"\\{c}" if c in r"\`*_{}[]<>|#~" else c for c in text)
+    return " ".join(escaped.split())
+
+
+_LATEX = {
+    "\\": r"\textbackslash{}",
+    "~": r"\textasciitilde{}",
+    "^": r"\textasciicircum{}",
+    "<": r"\textless{}",
+    ">": r"\textgreater{}",
+    "|": r"\textbar{}",
+    **{c: f"\\{c}" for c in "&%$#_{}"},
+}
+
+
+def escape_latex(text: str) -> str:
+    r"""Text that LaTeX prints as it is.
+
+    >>> print(escape_latex("50% of a_b & c"))
+    50\% of a\_b \& c
+    """
+    return " ".join("".join(_LATEX.get(c, c) for c in text).split())

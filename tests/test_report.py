@@ -1,0 +1,694 @@
+"""Reading run folders, tables, figures, the page, and live progress."""
+
+from __future__ import annotations
+
+import csv
+import functools
+import io
+import json
+import math
+import re
+from collections.abc import Callable
+from html.parser import HTMLParser
+from pathlib import Path
+from typing import Any
+
+import matplotlib as mpl
+import numpy as np
+import pytest
+from matplotlib._pylab_helpers import Gcf
+from rich.console import Console
+
+from fake_run import METHODS, write_fake_comparison, write_fake_run
+from fedharmony.errors import CheckpointError
+from fedharmony.metrics import METRIC_NAMES
+from fedharmony.report import page, plots
+from fedharmony.report.load import RunView, gather, load_comparison, load_run
+from fedharmony.report.page import write_report
+from fedharmony.report.progress import Progress
+from fedharmony.report.tables import RunRow, metric_table, table_of
+from fedharmony.rng import numpy_rng
+
+ODD_NAMES = ["<script>alert(1)</script>", '$x_1$ & "q"', "猫", "a" * 60, "x\x00y\ud800", "--></p>"]
+
+
+def events_of(folder: Path) -> list[dict[str, Any]]:
+    lines = (folder / "events.jsonl").read_text(encoding="utf-8").splitlines()
+    return [json.loads(line) for line in lines]
+
+
+def write_events(folder: Path, events: list[dict[str, Any]]) -> None:
+    text = "".join(json.dumps(event) + "\n" for event in events)
+    (folder / "events.jsonl").write_text(text, encoding="utf-8")
+
+
+# ------------------------------------------------------------------------------------- load
+
+
+def test_a_finished_run_is_read_whole(tmp_path: Path) -> None:
+    run = load_run(write_fake_run(tmp_path / "run", seed=3))
+    results = json.loads((tmp_path / "run" / "results.json").read_text())
+    assert (run.label, run.seed, run.status) == ("fedharmony", 3, "completed")
+    assert (run.rounds_done, run.rounds_total, run.measured_after) == (30, 30, 30)
+    assert run.metrics == results["metrics"]
+    assert run.baselines["all positive"]["CR"] == 1.0
+    assert len(run.classes) == len(run.per_label) == 20
+    assert math.isnan(run.per_label[-1].ap)  # null in the file: no test positives
+    assert run.matrices["consensus"].shape == (20, 20)
+    assert run.curve("metrics", "mAP")[30] == results["metrics"]["mAP"]
+    assert min(run.curve("log", "alpha")) == 1  # rounds count from 1 for people
+
+
+def test_an_unfinished_run_shows_its_latest_evaluation(tmp_path: Path) -> None:
+    folder = write_fake_run(tmp_path, done=11, status="unfinished", results=False)
+    run = load_run(folder)
+    last = [e for e in events_of(folder) if e["event"] == "evaluate"][-1]
+    assert (run.status, run.rounds_done, run.rounds_total) == ("unfinished", 11, 30)
+    assert run.metrics == last["metrics"]
+    rounds = [e for e in events_of(folder) if e["event"] == "round"]
+    assert run.traffic("up") == sum(e["bytes_up"] for e in rounds)
+
+
+def test_the_torn_last_line_of_a_killed_run_is_ignored(tmp_path: Path) -> None:
+    folder = write_fake_run(tmp_path, done=5, status="unfinished", results=False)
+    text = (folder / "events.jsonl").read_bytes()
+    (folder / "events.jsonl").write_bytes(text[:-40])
+    run = load_run(folder)
+    assert (len(run.rounds), len(run.evaluations), run.damaged_lines) == (5, 4, 0)
+
+
+def test_a_damaged_line_in_the_middle_is_counted_and_reported(tmp_path: Path) -> None:
+    folder = write_fake_run(tmp_path / "run", rounds=4, classes=5)
+    lines = (folder / "events.jsonl").read_text().splitlines()
+    lines[3] = lines[3][:20]
+    (folder / "events.jsonl").write_text("\n".join(lines) + "\n")
+    assert load_run(folder).damaged_lines == 1
+    assert "1 line in events.jsonl that could not be read" in _words(write_report(folder))
+
+
+def test_a_resumed_run_forgets_the_rounds_it_repeats(tmp_path: Path) -> None:
+    """Interrupted after 8 rounds, resumed after 5, then going on: rounds 0-4 and the new ones."""
+    folder = write_fake_run(tmp_path, classes=5, done=8, status="interrupted")
+    events = events_of(folder)
+    again = {**events[0], "resumed_at": 5}
+    repeated = [{**e, "seconds": 99.0} for e in events if e.get("round") == 5][:2]
+    write_events(folder, [*events, again, *repeated])
+    run = load_run(folder)
+    assert [e["round"] for e in run.rounds] == [0, 1, 2, 3, 4, 5]
+    assert run.rounds[-1]["seconds"] == 99.0
+    assert run.status == "unfinished"  # the finish event belongs to the first start
+    assert run.metrics == repeated[1]["metrics"]  # and so do the results
+    assert run.metrics != run.results["metrics"]
+    assert "label scores and correlations as they were after round 8" in _words(
+        write_report(folder)
+    )
+
+
+@pytest.mark.parametrize(
+    ("make", "advice"),
+    [
+        (lambda p: None, "There is no folder"),
+        (lambda p: p.mkdir(), "not a run folder"),
+        (lambda p: write_fake_run(p / "inner", rounds=1), "Did you mean a run inside it? inner."),
+        (lambda p: write_fake_comparison(p, seeds=(0,), rounds=1), "It is a comparison folder"),
+    ],
+)
+def test_a_folder_that_is_no_run_is_refused_with_advice(
+    tmp_path: Path, make: Any, advice: str
+) -> None:
+    make(tmp_path / "x")
+    with pytest.raises(CheckpointError, match=re.escape(advice)):
+        load_run(tmp_path / "x")
+
+
+@pytest.mark.parametrize(
+    "file", ["results.json", "config.toml", "matrices.safetensors", "environment.json"]
+)
+def test_a_damaged_file_is_named(tmp_path: Path, file: str) -> None:
+    folder = write_fake_run(tmp_path, rounds=2)
+    (folder / file).write_bytes(b'{"half')
+    with pytest.raises(CheckpointError, match=re.escape(file)):
+        load_run(folder)
+
+
+def test_a_comparison_is_read_as_far_as_it_got(tmp_path: Path) -> None:
+    folder = write_fake_comparison(tmp_path, seeds=(1, 0), rounds=3)
+    for file in (folder / "fedharmony" / "seed-0").iterdir():
+        file.unlink()
+    view = load_comparison(folder)
+    assert [run.seed for run in view.groups["fedavg"]] == [0, 1]
+    assert view.missing == (("fedharmony", 0),)
+    with pytest.raises(CheckpointError, match=r"no comparison\.json"):
+        load_comparison(folder / "fedavg")
+
+
+def test_runs_of_one_name_and_seed_are_told_apart(tmp_path: Path) -> None:
+    for name, method in (("a", "fedavg"), ("b", "fedavg"), ("c", "fedprox")):
+        write_fake_run(tmp_path / name, method=method, rounds=2)
+    assert list(gather([tmp_path / n for n in "abc"]).groups) == [
+        "fedavg (a)",
+        "fedavg (b)",
+        "fedprox",
+    ]
+
+
+# ----------------------------------------------------------------------------------- tables
+
+
+def rows_of(name: str, *values: float) -> list[RunRow]:
+    return [RunRow(name, seed, {"mAP": value}) for seed, value in enumerate(values)]
+
+
+def test_mean_and_sample_deviation_by_hand() -> None:
+    """0.70, 0.72, 0.77: mean 0.73; deviations −.03, −.01, .04; √((9 + 1 + 16)e−4 / 2) = 0.0361."""
+    table = metric_table([*rows_of("three", 0.70, 0.72, 0.77), *rows_of("one", 0.5)])
+    three, one = table.lines
+    assert three.cells[0].mean == pytest.approx(0.73)
+    assert three.cells[0].deviation == pytest.approx(math.sqrt(13e-4))
+    assert table.text(table.columns[0], three.cells[0]) == "73.0 ± 3.6"
+    assert table.text(table.columns[0], one.cells[0]) == "50.0"  # one seed has no spread
+    assert table.notes == ("mean ± sample standard deviation over 1 to 3 seeds",)
+
+
+def test_rounding_happens_only_in_print() -> None:
+    """Two runs of 0.71244: rounded first, 71.2; the mean with 0.71268 is 0.71256, printed 71.3."""
+    table = metric_table([*rows_of("a", 0.71244, 0.71268)])
+    assert table.text(table.columns[0], table.lines[0].cells[0]) == "71.3 ± 0.0"
+    assert "0.71244" in table.to_csv()
+
+
+def test_values_that_print_alike_are_all_best() -> None:
+    rows = [*rows_of("a", 0.7141), *rows_of("b", 0.7144), *rows_of("c", 0.7136), *rows_of("d", 0.7)]
+    marked = [line.cells[0].best for line in metric_table(rows).lines]
+    assert marked == [True, True, True, False]  # 71.4, 71.4, 71.4, 70.0
+
+
+def test_undefined_values_and_baselines_do_not_compete() -> None:
+    rows = [
+        RunRow("a", 0, {"mAP": 0.4, "CR": math.nan, "OR": 0.1}),
+        RunRow("b", 0, {"mAP": 0.3, "CR": 0.2, "OR": 0.2}),
+        RunRow("c", 0, {"mAP": 0.2, "OR": math.nan}),
+    ]
+    table = metric_table(rows, {"all positive": {"CR": 1.0, "mAP": 0.1, "OR": 1.0}})
+    assert [c.key for c in table.columns] == ["mAP", "CR", "OR"]
+    assert [[c.best for c in line.cells] for line in table.lines] == [
+        [True, False, False],
+        [False, False, True],  # alone in CR: nothing to be better than
+        [False, False, False],
+    ]
+    assert not any(c.best for c in table.baselines[0].cells)
+    assert table.text(table.columns[1], table.lines[0].cells[1]) == "–"
+
+
+def test_costs_are_never_marked_and_a_single_method_has_no_best() -> None:
+    rows = [RunRow("a", 0, {"mAP": 0.5, "seconds": 9.0}), RunRow("b", 0, {"seconds": 3.0})]
+    assert [c.best for c in metric_table(rows).lines[1].cells] == [False, False]
+    assert not metric_table(rows_of("a", 0.5)).lines[0].cells[0].best
+
+
+def test_markdown_escapes_names_and_keeps_its_shape() -> None:
+    table = metric_table([*rows_of("a|b_*c*", 0.5), *rows_of("<i>\nd", 0.6)])
+    lines = table.to_markdown().splitlines()
+    assert lines[2:4] == [r"| a\|b\_\*c\* | 50.0 |", r"| \<i\> d | **60.0** |"]
+
+
+def test_latex_escapes_names_and_is_balanced() -> None:
+    rows = [
+        RunRow(r"50% a_b & {c} \d ~^", 0, {"mAP": 0.5, "structure_r": -0.5}),
+        RunRow("e", 0, {"structure_r": -0.125}),
+    ]
+    text = metric_table(rows, {"prevalence": {"mAP": 0.1}}).to_latex()
+    assert r"50\% a\_b \& \{c\} \textbackslash{}d \textasciitilde{}\textasciicircum{}" in text
+    assert r"e & -- & \textbf{$-$0.12} \\" in text
+    assert text.count(r"\midrule") == 2  # below the head, and above the trivial predictors
+    body = [line for line in text.splitlines() if line.endswith(r"\\")]
+    assert all(len(re.findall(r"(?<!\\)&", line)) == 2 for line in body)
+    plain = re.sub(r"\\[{}]", "", text)
+    assert plain.count("{") == plain.count("}")
+
+
+def test_csv_has_one_row_per_run_at_full_precision() -> None:
+    rows = [
+        RunRow('a,"b"\nc', 0, {"mAP": 1 / 3, "bytes_up": 5e9}),
+        RunRow("d", 1, {"mAP": 0.1}, complete=False),
+    ]
+    text = metric_table(rows, {"prevalence": {"mAP": 0.07}}).to_csv()
+    head, *body = csv.reader(io.StringIO(text))
+    assert head == ["kind", "method", "seed", "complete", "mAP", "bytes_up"]
+    assert body[0] == ["run", 'a,"b"\nc', "0", "true", repr(1 / 3), "5000000000.0"]
+    assert body[1] == ["run", "d", "1", "false", "0.1", ""]
+    assert body[2] == ["baseline", "prevalence", "", "true", "0.07", ""]
+
+
+@pytest.mark.parametrize("seeds", [(0,), (0, 1, 2)])
+def test_the_terminal_table_fits(tmp_path: Path, seeds: tuple[int, ...]) -> None:
+    methods = ("fedavg", "fedharmony:recommended")
+    view = load_comparison(write_fake_comparison(tmp_path, methods, seeds, rounds=2))
+    table = table_of(view.groups)
+    for width in (60, 80, 100, 220):
+        console = Console(width=width, file=io.StringIO(), force_terminal=False)
+        console.print(table.to_rich(width))
+        text = console.file.getvalue()  # type: ignore[attr-defined]
+        assert max(map(len, text.splitlines())) <= width
+        assert "…" not in text
+        if width >= 80:
+            assert all(name in text for name in ("mAP", "CF1", "OF1", "all positive", *methods))
+        assert ("left out" in text) == (width < 220 if len(seeds) > 1 else width <= 100)
+    assert "MB down" in text
+
+
+def test_the_terminal_table_takes_no_name_for_markup() -> None:
+    console = Console(width=80, file=io.StringIO(), force_terminal=False)
+    console.print(metric_table(rows_of("[bold]x[/bold]", 0.5)).to_rich())
+    assert "[bold]x[/bold]" in console.file.getvalue()  # type: ignore[attr-defined]
+
+
+# ------------------------------------------------------------------------------------ plots
+
+
+def test_spectral_order_gathers_hidden_blocks() -> None:
+    rng = numpy_rng(0, "blocks")
+    blocks = rng.permutation(np.repeat([0, 1, 2], 5))
+    matrix = np.where(blocks[:, None] == blocks[None, :], 0.5, -0.1)
+    noise = rng.normal(0, 0.02, matrix.shape)
+    along = blocks[plots.spectral_order(matrix + noise + noise.T)]
+    assert int((np.diff(along) != 0).sum()) == 2  # each block is one stretch
+
+
+def test_clusters_come_in_order_and_loners_last(tmp_path: Path) -> None:
+    run = RunView(tmp_path, matrices={"clusters": np.array([1.0, -1.0, 0.0, 1.0, 0.0])})
+    order = plots.label_order(run, None)
+    assert order.index.tolist() == [2, 4, 0, 3, 1]
+    assert order.clusters == ((0, 2), (2, 4))
+
+
+def test_shrinking_keeps_positions() -> None:
+    """A step at three quarters of 1,628 cells is a step at three quarters of 400."""
+    values = np.where(np.arange(1628) >= 1221, 1.0, 0.0)[None, :]
+    small = plots._shrink(values, np.nanmean)
+    assert small.shape == (1, 400)
+    assert small[0, 299] == 0.0
+    assert small[0, 300] == 1.0
+
+
+def test_heat_map_pixels_by_hand() -> None:
+    """Limit 0.5: 0.25 is half opaque (128) in the positive hue, −0.5 opaque in the negative one."""
+    pixels = plots._diverging(np.array([[0.25, -0.5, np.nan, 0.0, 0.9]]), 0.5)[0]
+    assert pixels[0].tolist() == [*plots._POSITIVE, 128]
+    assert pixels[1].tolist() == [*plots._NEGATIVE, 255]
+    assert pixels[2].tolist() == list(plots._UNKNOWN)
+    assert (pixels[3][3], pixels[4][3]) == (0, 255)
+
+
+def test_unknown_entries_and_the_diagonal_are_left_out() -> None:
+    matrix = np.ones((3, 3))
+    by_label = plots.off_diagonal(matrix, np.array([1.0, 1.0, 0.0]))
+    assert np.isfinite(by_label).tolist() == [
+        [False, True, False],
+        [True, False, False],
+        [False] * 3,
+    ]
+    by_pair = plots.off_diagonal(matrix, np.array([[1, 0, 1], [0, 1, 1], [1, 1, 1]], dtype=float))
+    assert int(np.isfinite(by_pair).sum()) == 4
+
+
+def test_effective_clients_and_references(tmp_path: Path) -> None:
+    """Weights ½, ¼, ¼: 1 / (¼ + 1/16 + 1/16) = 8/3. Sizes 1, 1, 2: 16 / (1 + 1 + 4) = 8/3."""
+    event = {"round": 0, "weights": {"0": 0.25, "1": 0.25, "2": 0.5}}
+    run = RunView(tmp_path, rounds=(event,), matrices={"client_sizes": np.array([1.0, 1.0, 2.0])})
+    assert plots.effective_curve(run) == {1: pytest.approx(8 / 3)}
+    assert plots.reference_effective(run, by_size=True) == {1: pytest.approx(8 / 3)}
+    assert plots.reference_effective(run, by_size=False) == {1: pytest.approx(3.0)}
+
+
+def test_methods_that_weight_alike_share_a_picture(tmp_path: Path) -> None:
+    def run(*weights: float) -> RunView:
+        event = {"round": 0, "weights": {str(k): w for k, w in enumerate(weights)}}
+        return RunView(tmp_path, rounds=(event,))
+
+    runs = {"a": run(0.5, 0.5), "b": run(0.4, 0.6), "c": run(0.5, 0.5 + 1e-9)}
+    assert plots.same_weights(runs) == [["a", "c"], ["b"]]
+
+
+def test_figures_touch_no_global_state_and_are_deterministic() -> None:
+    before = dict(mpl.rcParams)
+    series = [plots.Series("a", 0, ({1: 0.1, 2: 0.2}, {1: 0.2, 2: 0.3}))]
+    drawn = [plots.curve("x", "mAP", series, rounds=2, percent=True).svg for _ in range(2)]
+    assert drawn[0] == drawn[1]
+    assert dict(mpl.rcParams) == before
+    assert not Gcf.figs
+    assert "var(--s1,#0067b1)" in drawn[0]
+    assert "#01" not in drawn[0].replace("#0102", "")  # every placeholder colour was replaced
+    assert not re.search("#0102[0-9a-f]{2}", drawn[0])
+
+
+def test_the_palette_of_the_figures_is_that_of_the_page() -> None:
+    template = (Path(page.__file__).parent / "page.html.j2").read_text(encoding="utf-8")
+    light = template[: template.index("prefers-color-scheme")]
+    for variable, colour in (
+        match.groups()
+        for text in plots._VARIABLES.values()
+        if (match := re.fullmatch(r"var\((--\w+),(#\w+)\)", text))
+    ):
+        assert f"{variable}: {colour};" in light
+    assert f"--positive: {', '.join(map(str, plots._POSITIVE))};" in light
+    assert f"--negative: {', '.join(map(str, plots._NEGATIVE))};" in light
+
+
+def test_a_far_baseline_is_named_at_the_edge() -> None:
+    series = [plots.Series("a", 0, ({1: 0.60, 2: 0.64},))]
+    near = plots.curve("n", "mAP", series, rounds=2, percent=True, reference=("trivial", 0.58)).svg
+    far = plots.curve("f", "mAP", series, rounds=2, percent=True, reference=("trivial", 0.1)).svg
+    assert "trivial 58.0" in near
+    assert "↓" not in near
+    assert "↓ trivial 10.0" in far
+
+
+def test_a_flat_curve_keeps_a_sensible_scale() -> None:
+    """All zero: the axis starts at 0 and reaches the baseline, however far it is."""
+    series = [plots.Series("a", 0, ({1: 0.0, 2: 0.0},))]
+    svg = plots.curve("z", "CF1", series, rounds=2, percent=True, reference=("trivial", 0.2)).svg
+    assert "trivial 20.0" in svg
+    assert "↑" not in svg
+    assert "−" not in svg  # no negative per cent
+
+
+# ------------------------------------------------------------------------------------- page
+
+VOID = {"meta", "br", "hr", "img", "link", "input", "wbr"}
+
+
+class Checker(HTMLParser):
+    """Notes everything in a page that could be wrong."""
+
+    def __init__(self) -> None:
+        super().__init__(convert_charrefs=True)
+        self.open: list[str] = []
+        self.ids: list[str] = []
+        self.links: list[str] = []
+        self.text: list[str] = []
+
+    def handle_starttag(self, tag: str, attrs: list[tuple[str, str | None]]) -> None:
+        if tag not in VOID:
+            self.open.append(tag)
+        self._note(attrs)
+
+    def handle_startendtag(self, tag: str, attrs: list[tuple[str, str | None]]) -> None:
+        self._note(attrs)
+
+    def handle_endtag(self, tag: str) -> None:
+        assert self.open.pop() == tag, f"</{tag}> closes something else at {self.getpos()}"
+
+    def handle_data(self, data: str) -> None:
+        if self.open and self.open[-1] != "style":
+            self.text.append(data)
+
+    def _note(self, attrs: list[tuple[str, str | None]]) -> None:
+        names = [name for name, _ in attrs]
+        assert len(names) == len(set(names)), f"repeated attribute at {self.getpos()}"
+        assert not any(name.startswith("on") for name in names)
+        for name, value in attrs:
+            if name == "id":
+                self.ids.append(value or "")
+            elif name in ("src", "href", "xlink:href", "srcset", "action", "data"):
+                self.links.append(value or "")
+            self.links += [f"{m}" for m in re.findall(r"url\(([^)]*)\)", value or "")]
+
+
+def _check(path: Path) -> str:
+    """Assert that a page is well formed and self-contained; returns its text."""
+    text = path.read_text(encoding="utf-8")
+    checker = Checker()
+    checker.feed(text)
+    checker.close()
+    assert not checker.open
+    assert len(checker.ids) == len(set(checker.ids))
+    for link in checker.links:
+        inside = link.startswith("#") and link[1:] in checker.ids
+        assert inside or link.startswith("data:image/png;base64,"), link
+    style = text[text.index("<style>") : text.index("</style>")]
+    assert "url(" not in style
+    assert "@import" not in style
+    assert "<script" not in text.lower()
+    assert len(text.encode()) < 3_000_000
+    return " ".join("".join(checker.text).split())
+
+
+def _words(path: Path) -> str:
+    return _check(path)
+
+
+@pytest.fixture(scope="module")
+def cases(tmp_path_factory: pytest.TempPathFactory) -> dict[str, Path]:
+    root = tmp_path_factory.mktemp("runs")
+    odd = [*ODD_NAMES, *(f"l{i}" for i in range(6))]
+    return {
+        "fedavg": write_fake_run(root / "fedavg", method="fedavg", classes=8, failures=False),
+        "fedharmony": write_fake_run(root / "fedharmony"),
+        "unfinished": write_fake_run(
+            root / "unfinished", done=11, status="unfinished", results=False
+        ),
+        "interrupted": write_fake_run(
+            root / "interrupted", classes=8, done=11, status="interrupted"
+        ),
+        "nothing": write_fake_run(root / "nothing", done=0, status="unfinished", results=False),
+        "many labels": write_fake_run(root / "many", classes=120, clients=150, rounds=5),
+        "odd names": write_fake_run(root / "odd", names=odd, label='fed<b>&"avg"', rounds=5),
+        "two": write_fake_comparison(root / "two", classes=8, rounds=10),
+        "eight": write_fake_comparison(root / "eight", METHODS, (0, 1), classes=6, rounds=8),
+    }
+
+
+@pytest.fixture(scope="module")
+def pages(cases: dict[str, Path]) -> Callable[[str], Path]:
+    """The page of a case, written once."""
+    return functools.cache(lambda case: write_report(cases[case]))
+
+
+ALL = ["results", "curves", "correlation", "clients", "labels", "aggregation", "method"]
+SECTIONS = {
+    "fedavg": ALL[:-1],  # it has nothing to say about itself
+    "fedharmony": ALL,
+    "unfinished": ["results", "curves", "clients", "aggregation", "method"],
+    "interrupted": ALL,
+    "nothing": ["clients"],
+    "many labels": ALL,
+    "odd names": ALL,
+    "two": ALL,
+    "eight": ALL,
+}
+
+
+@pytest.mark.parametrize("case", SECTIONS)
+def test_the_page_is_well_formed_and_complete(pages: Callable[[str], Path], case: str) -> None:
+    _check(pages(case))
+    text = pages(case).read_text(encoding="utf-8")
+    found = re.findall('<section id="(.*)">', text)
+    assert found == [*SECTIONS[case], "failures", "settings", "repeat"]
+
+
+@pytest.mark.parametrize("write", [write_fake_run, write_fake_comparison])
+def test_the_same_folder_gives_the_same_bytes(write: Callable[..., Path], tmp_path: Path) -> None:
+    folder = write(tmp_path / "it", classes=6, rounds=3)
+    first = write_report(folder).read_bytes()
+    again = write_report(folder, tmp_path / "again.html")  # report.html now lies in the folder
+    assert again.read_bytes() == first
+
+
+def test_the_run_page_says_what_was_reached(
+    cases: dict[str, Path], pages: Callable[[str], Path]
+) -> None:
+    words = _words(pages("fedharmony"))
+    results = json.loads((cases["fedharmony"] / "results.json").read_text())
+    score, trivial = results["metrics"]["mAP"], results["baselines"]["prevalence"]["mAP"]
+    assert f"After 30 of 30 rounds it reaches {100 * score:.1f} % mAP" in words
+    assert f"would give {100 * trivial:.1f} % mAP" in words
+    for name in METRIC_NAMES:
+        assert f"{100 * results['metrics'][name]:.1f}" in words
+    assert "mAP averages over the labels that occur in the test set (19 of 20)" in words
+    assert "empty_class = skip" in words
+    assert "fedharmony run demo.toml --method fedharmony --seed 0" in words
+    assert "3 drop-outs and 2 failures (2.1 % of 240 invitations)" in words
+    assert "loss is not finite" in words
+    assert "No client dropped out or failed." in _words(pages("fedavg"))
+
+
+def test_what_is_missing_is_said(pages: Callable[[str], Path]) -> None:
+    words = _words(pages("unfinished"))
+    assert "This run has not finished: 11 of 30 rounds are in its log." in words
+    words = _words(pages("interrupted"))
+    assert "This run was interrupted after 11 of 30 rounds: stopped by the user (Ctrl-C)." in words
+    assert "There is no mAP to report yet." in _words(pages("nothing"))
+    words = _words(pages("many labels"))
+    assert "The 40 most frequent of 119 labels are shown." in words
+
+
+def test_odd_names_are_shown_as_they_are(pages: Callable[[str], Path]) -> None:
+    path = pages("odd names")
+    words = _words(path)
+    assert 'fed<b>&"avg" on digits' in words
+    assert '$x_1$ & "q"' in words
+    assert "猫" in words
+    assert "&lt;script&gt;" in path.read_text(encoding="utf-8")
+
+
+def test_the_comparison_page(cases: dict[str, Path], pages: Callable[[str], Path]) -> None:
+    words = _words(pages("two"))
+    table = table_of(load_comparison(cases["two"]).groups)
+    for line in table.lines:
+        assert table.text(table.columns[0], line.cells[0]) in words
+    assert "fedharmony has the highest mAP" in words
+    text = pages("eight").read_text(encoding="utf-8")
+    assert "7 methods: weights (seed 0)" in text  # those that weight by size
+    assert re.findall("<summary>(.*)</summary>", text) == [
+        "Cost: time and traffic",
+        "All failures",
+        "Shared by all runs",
+        "fedharmony",  # the only method here with settings of its own
+        "Environment",
+    ]
+
+
+def test_the_difference_is_paired_by_seed() -> None:
+    """Gaps 0.01, 0.02, 0.03 on seeds 0-2: 2.0 ± 1.0 points; seed 7 has no partner."""
+    scores = {"a": {0: 0.71, 1: 0.62, 2: 0.83, 7: 0.1}, "b": {0: 0.70, 1: 0.60, 2: 0.80}}
+    text = page._difference_sentence("a", "b", scores)
+    assert "the difference is 2.0 ± 1.0 points." in text
+    scores = {"a": {0: 0.71, 1: 0.60}, "b": {0: 0.68, 1: 0.60}}
+    assert "no more than its own spread" in page._difference_sentence("a", "b", scores)
+    assert "on one seed" in page._difference_sentence("a", "b", {"a": {0: 0.7}, "b": {0: 0.6}})
+
+
+def test_runs_made_apart_can_be_compared(tmp_path: Path) -> None:
+    folders = [write_fake_run(tmp_path / m, method=m, classes=5, rounds=3) for m in METHODS[::7]]
+    path = write_report(folders)
+    assert path == tmp_path.resolve() / "report.html"
+    assert "fedavg and fedharmony on digits" in _words(path)
+
+
+def test_runs_on_different_data_are_flagged(tmp_path: Path) -> None:
+    one = write_fake_run(tmp_path / "one", classes=5, rounds=3)
+    other = write_fake_run(tmp_path / "other", method="fedavg", classes=10, rounds=4)
+    words = _words(write_report([one, other]))
+    assert "The runs differ in their data settings" in words
+
+
+def test_a_page_that_cannot_be_written_is_refused_with_advice(tmp_path: Path) -> None:
+    write_fake_run(tmp_path / "run")
+    (tmp_path / "file").write_text("not a folder")
+    with pytest.raises(CheckpointError, match=r"Cannot write the report .*Choose another place"):
+        write_report(tmp_path / "run", tmp_path / "file" / "report.html")
+
+
+# --------------------------------------------------------------------------------- progress
+
+
+@pytest.fixture
+def terminal(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("TERM", "xterm-256color")
+    monkeypatch.delenv("NO_COLOR", raising=False)
+
+
+def console(*, terminal: bool) -> Console:
+    return Console(file=io.StringIO(), width=90, force_terminal=terminal)
+
+
+def output(target: Console) -> str:
+    return str(target.file.getvalue())  # type: ignore[attr-defined]
+
+
+def test_elsewhere_there_is_one_line_per_round(cases: dict[str, Path]) -> None:
+    target = console(terminal=False)
+    events = events_of(cases["fedharmony"])
+    with Progress(console=target) as show:
+        show.begin(2, 6, "fedharmony seed 1")
+        for event in events:
+            show(event)
+            if event["event"] == "evaluate":
+                show({"event": "progress", "round": event["round"] + 1, "done": 1, "total": 9})
+    lines = output(target).splitlines()
+    assert lines[0].startswith("run 2 of 6: fedharmony seed 1: 30 rounds, 20 clients, 8 per round")
+    rounds = [line for line in lines if line.startswith("round")]
+    assert len(rounds) == 30
+    assert len(lines) == 32
+    evaluations = [e["metrics"]["mAP"] for e in events if e["event"] == "evaluate"]
+    for line, score in zip(rounds, evaluations, strict=True):
+        assert f"mAP {100 * score:.1f}" in line
+    assert "7 of 8 clients (1 dropped)" in rounds[4]
+    assert "client 19 failed in update: loss is not finite" in rounds[7]
+    assert lines[-1].startswith("completed after 30 of 30 rounds in 40 s: mAP")
+
+
+def test_time_left_and_rounds_without_evaluation() -> None:
+    """Resumed after 2 of 6 rounds: one round in 3 s leaves three, 9 s. Old metrics stay away."""
+    target = console(terminal=False)
+    show = Progress(console=target)
+    show({"event": "start", "label": "x", "rounds": 6, "resumed_at": 2})
+    show({"event": "round", "round": 2, "seconds": 2.0})
+    show({"event": "evaluate", "round": 2, "seconds": 1.0, "metrics": {"mAP": 0.5}})
+    show({"event": "round", "round": 3, "seconds": 3.0})
+    show({"event": "round", "round": 4, "seconds": 3.0})
+    lines = output(target).splitlines()
+    assert lines[0] == "x: 6 rounds, resumed after round 2"
+    assert lines[1] == "round 3/6  mAP 50.0  0 of 0 clients  9 s left"
+    assert lines[2] == "round 4/6  0 of 0 clients  6 s left"
+    assert len(lines) == 3  # round 5 waits for its evaluation
+
+
+def interrupted(show: Progress, events: list[dict[str, Any]]) -> None:
+    """Show the events, then die as Ctrl-C would."""
+    with show:
+        for event in events:
+            show(event)
+        show({"event": "progress", "round": 20, "done": 40, "total": 100})
+        if show._live is not None:
+            show._live.refresh()
+        raise KeyboardInterrupt
+
+
+def test_quiet_prints_nothing(cases: dict[str, Path], terminal: None) -> None:
+    target = console(terminal=True)
+    with pytest.raises(KeyboardInterrupt):
+        interrupted(Progress(quiet=True, console=target), events_of(cases["fedharmony"])[:5])
+    assert output(target) == ""
+
+
+def test_the_live_display_shows_the_run_and_restores_the_terminal(
+    cases: dict[str, Path], terminal: None
+) -> None:
+    target = console(terminal=True)
+    with pytest.raises(KeyboardInterrupt):
+        interrupted(Progress(console=target), events_of(cases["fedharmony"])[:41])
+    text = re.sub(r"\x1b\[[0-9;?]*[A-Za-z]", "", output(target))
+    assert "21/30" in text  # twenty rounds are done, the next one trains
+    assert "40/100" in text
+    assert "client 19 left out of update, round 8: loss is not finite" in text
+    assert "best (" in text
+    assert text.rstrip().endswith("stopped in round 21 of 30")
+    assert output(target).rfind("\x1b[?25h") > output(target).rfind("\x1b[?25l")  # cursor is back
+
+
+@pytest.mark.parametrize("variable", [("NO_COLOR", "1"), ("TERM", "dumb")])
+def test_plain_terminals_get_plain_lines(
+    cases: dict[str, Path],
+    terminal: None,
+    monkeypatch: pytest.MonkeyPatch,
+    variable: tuple[str, str],
+) -> None:
+    monkeypatch.setenv(*variable)
+    target = console(terminal=True)
+    with Progress(console=target) as show:
+        for event in events_of(cases["fedharmony"]):
+            show(event)
+    assert "\x1b[?25l" not in output(target)
+    assert sum(line.startswith("round") for line in output(target).splitlines()) == 30
+
+
+def test_without_a_with_block_the_terminal_is_left_alone(
+    cases: dict[str, Path], terminal: None
+) -> None:
+    target = console(terminal=True)
+    show = Progress(console=target)
+    for event in events_of(cases["fedharmony"])[:4]:
+        show(event)
+    assert "\x1b[?25l" not in output(target)
