@@ -1,0 +1,346 @@
+"""The command line: ``fedharmony demo | run | resume | compare | report | list``."""
+
+from __future__ import annotations
+
+# torch, scikit-learn and matplotlib take seconds to import. What needs them is imported by the
+# commands themselves, so that --help and mistyped commands answer at once.
+import shlex
+import sys
+from collections.abc import Callable, Sequence
+from enum import StrEnum
+from pathlib import Path
+from typing import TYPE_CHECKING, Annotated, Any
+
+import typer
+from rich.console import Console
+from rich.table import Table
+from rich.text import Text
+
+import fedharmony
+from fedharmony.errors import ClientLimitError, ConfigError, FedHarmonyError
+from fedharmony.registry import load_plugins
+from fedharmony.report.progress import Progress
+
+if TYPE_CHECKING:
+    from fedharmony.experiments.compare import Planned
+    from fedharmony.experiments.settings import Settings
+
+app = typer.Typer(
+    name="fedharmony",
+    no_args_is_help=True,
+    add_completion=False,
+    pretty_exceptions_enable=False,
+    rich_markup_mode="markdown",
+    help="Federated multi-label learning: FedHarmony (arXiv 2604.28024) and the methods it is "
+    "compared with.\n\n"
+    "New here? Run `fedharmony demo`: it needs no data and no network.",
+)
+
+ConfigArgument = Annotated[
+    str, typer.Argument(metavar="CONFIG", help="TOML file, or the name of a built-in one (demo).")
+]
+Overrides = Annotated[
+    list[str] | None,
+    typer.Argument(
+        metavar="[KEY=VALUE]...",
+        help="Settings to change, for instance `train.lr=0.001` or `run.method=fedavg`.",
+    ),
+]
+Out = Annotated[Path | None, typer.Option("--out", "-o", help="Folder for what the run writes.")]
+Device = Annotated[
+    str | None, typer.Option(help="cpu, cuda, cuda:1, …; by default CUDA where there is one.")
+]
+Quiet = Annotated[bool, typer.Option("--quiet", "-q", help="Print only the result.")]
+Plugins = Annotated[
+    list[Path] | None,
+    typer.Option("--plugin", help="Python file that registers a method, data set, … of your own."),
+]
+
+
+class Kind(StrEnum):
+    """What ``fedharmony list`` can list."""
+
+    methods = "methods"
+    datasets = "datasets"
+    splitters = "splitters"
+    models = "models"
+    configs = "configs"
+
+
+def _settings(
+    config: str, overrides: Sequence[str] | None, device: str | None, plugins: list[Path] | None
+) -> Settings:
+    from fedharmony.experiments.settings import load_settings
+
+    assignments = list(overrides or ())
+    if device is not None:
+        assignments.append(f'engine.device="{device}"')
+    if plugins:
+        load_plugins(plugins)
+        files = ", ".join(f"'{path.resolve()}'" for path in plugins)
+        assignments.append(f"run.plugins=[{files}]")
+    return load_settings(config, assignments)
+
+
+def _guarded(folder: Path, work: Callable[[], Any]) -> Any:
+    """Run ``work``; Ctrl-C says how to go on."""
+    try:
+        return work()
+    except KeyboardInterrupt:
+        typer.echo(
+            f"\nStopped. Every finished round is saved; go on with\n  fedharmony resume "
+            f"{shlex.quote(str(folder))}",
+            err=True,
+        )
+        raise typer.Exit(130) from None
+
+
+def _show(folder: Path, quiet: bool) -> None:
+    """The table of a run or comparison on the terminal, and its report page."""
+    from fedharmony.report.load import gather, load_comparison
+    from fedharmony.report.page import write_report
+    from fedharmony.report.tables import table_of
+
+    report = write_report(folder)
+    view = load_comparison(folder) if (folder / "comparison.json").exists() else gather([folder])
+    console = Console()
+    console.print(table_of(view.groups).to_rich(console.width))
+    if not quiet:
+        console.print(f"Report: {report}", soft_wrap=True)
+
+
+@app.command()
+def run(
+    config: ConfigArgument,
+    overrides: Overrides = None,
+    out: Out = None,
+    device: Device = None,
+    quiet: Quiet = False,
+    plugin: Plugins = None,
+) -> None:
+    """Train one method, as a config file says.
+
+    Example: `fedharmony run demo run.method=fedavg run.rounds=5`
+
+    The run folder (by default `runs/CONFIG-METHOD-seedN`) holds config, environment, partition,
+    one JSON line per event, a checkpoint after every round, results and report.
+    """
+    from fedharmony.experiments import run as runs
+    from fedharmony.experiments.folder import RunFolder
+
+    settings = _settings(config, overrides, device, plugin)
+    method = settings.run.method.replace(":", "-")
+    folder = out or Path("runs") / f"{Path(config).stem}-{method}-seed{settings.run.seed}"
+    with Progress(quiet=quiet) as progress:
+        _guarded(folder, lambda: runs.start(settings, RunFolder(folder), progress))
+    _show(folder, quiet)
+
+
+@app.command()
+def resume(
+    folder: Annotated[Path, typer.Argument(metavar="RUN", help="The folder of the run.")],
+    quiet: Quiet = False,
+) -> None:
+    """Continue a run that was stopped or killed; the result is the same to the bit.
+
+    Example: `fedharmony resume runs/demo-fedharmony-seed0`
+    """
+    from fedharmony.experiments import run as runs
+    from fedharmony.experiments.folder import RunFolder
+
+    run_folder = RunFolder(folder)
+    run_folder.open()
+    if runs.finished(run_folder) is not None and not quiet:
+        typer.echo(f"{folder} is already complete; nothing to do.", err=True)
+    with Progress(quiet=quiet) as progress:
+        _guarded(folder, lambda: runs.resume(run_folder, progress))
+    _show(folder, quiet)
+
+
+@app.command()
+def compare(
+    config: ConfigArgument,
+    overrides: Overrides = None,
+    method_list: Annotated[
+        str,
+        typer.Option(
+            "--methods",
+            help="Comma-separated methods; `name:preset` picks a preset, `all` takes every method.",
+        ),
+    ] = "fedavg,fedharmony",
+    seeds: Annotated[
+        str, typer.Option(help="Comma-separated seeds of run and initial model.")
+    ] = "0,1,2",
+    out: Out = None,
+    device: Device = None,
+    quiet: Quiet = False,
+    plugin: Plugins = None,
+) -> None:
+    """Train several methods on several seeds: same data, split and cohorts for all.
+
+    Example: `fedharmony compare demo --methods fedavg,fedharmony,fedharmony:a --seeds 0,1,2`
+
+    Finished runs are skipped and unfinished ones continued, so the same command can be repeated or
+    extended. The table (mean ± sd) is printed and written as table.md, table.csv and table.tex.
+    """
+    settings = _settings(config, overrides, device, plugin)
+    folder = out or Path("runs") / f"{Path(config).stem}-comparison"
+    _compare(settings, Path(config).stem, _words(method_list), _numbers(seeds), folder, quiet)
+
+
+@app.command()
+def demo(
+    out: Out = None,
+    seeds: Annotated[str, typer.Option(help="Comma-separated seeds.")] = "0",
+    rounds: Annotated[int | None, typer.Option(help="Fewer rounds for a quicker look.")] = None,
+    device: Device = None,
+    quiet: Quiet = False,
+) -> None:
+    """FedAvg and FedHarmony side by side, on data the package makes itself.
+
+    Needs no data and no network and takes about a minute on two CPU cores.
+    """
+    overrides = [] if rounds is None else [f"run.rounds={rounds}"]
+    settings = _settings("demo", overrides, device, None)
+    folder = out or _unused(Path("runs") / "demo")
+    _compare(settings, "demo", ["fedavg", "fedharmony"], _numbers(seeds), folder, quiet)
+
+
+def _compare(
+    settings: Settings,
+    name: str,
+    labels: Sequence[str],
+    seeds: Sequence[int],
+    folder: Path,
+    quiet: bool,
+) -> None:
+    from fedharmony.engine.checkpoint import write_file
+    from fedharmony.experiments import compare as comparison
+    from fedharmony.report.load import load_comparison
+    from fedharmony.report.tables import table_of
+
+    planned = comparison.plan(settings, labels, seeds, folder)
+    comparison.write_index(folder, name, planned)  # first: a comparison under way can be reported
+    with Progress(quiet=quiet) as progress:
+
+        def observer(i: int, planned_run: Planned) -> Callable[[dict[str, Any]], None]:
+            progress.begin(i + 1, len(planned), f"{planned_run.label} seed {planned_run.seed}")
+            return progress
+
+        try:
+            comparison.execute(planned, observer)
+        except KeyboardInterrupt:
+            command = shlex.join(["fedharmony", *sys.argv[1:]])
+            typer.echo(
+                f"\nStopped. Finished runs and rounds are kept in {folder}; the same command goes "
+                f"on:\n  {command}",
+                err=True,
+            )
+            raise typer.Exit(130) from None
+    table = table_of(load_comparison(folder).groups)
+    for suffix, text in (
+        ("md", table.to_markdown()),
+        ("csv", table.to_csv()),
+        ("tex", table.to_latex()),
+    ):
+        write_file(folder / f"table.{suffix}", text.encode())
+    _show(folder, quiet)
+
+
+def _unused(folder: Path) -> Path:
+    """``folder``, or ``folder-2``, … if it is taken."""
+    number, free = 1, folder
+    while free.exists():
+        number += 1
+        free = folder.with_name(f"{folder.name}-{number}")
+    return free
+
+
+def _words(text: str) -> list[str]:
+    return [word.strip() for word in text.split(",") if word.strip()]
+
+
+def _numbers(text: str) -> list[int]:
+    try:
+        seeds = [int(word) for word in _words(text)]
+    except ValueError:
+        raise ConfigError(f"--seeds {text!r} must be whole numbers, for instance 0,1,2.") from None
+    if any(seed < 0 for seed in seeds):
+        raise ConfigError(f"--seeds {text!r}: seeds must not be negative.")
+    return seeds
+
+
+@app.command()
+def report(
+    folders: Annotated[
+        list[Path], typer.Argument(metavar="RUN...", help="Run or comparison folders.")
+    ],
+    out: Annotated[
+        Path | None, typer.Option("--out", "-o", help="Where to write the page.")
+    ] = None,
+) -> None:
+    """Write the HTML report of a run, of a comparison, or of several runs side by side.
+
+    Example: `fedharmony report runs/a runs/b --out both.html`
+    """
+    from fedharmony.report.page import write_report
+
+    typer.echo(write_report(folders if len(folders) > 1 else folders[0], out))
+
+
+@app.command(name="list")
+def list_components(kind: Kind, plugin: Plugins = None) -> None:
+    """What there is: methods, datasets, splitters, models, configs."""
+    from fedharmony.data.base import datasets
+    from fedharmony.experiments.settings import built_in_configs
+    from fedharmony.methods.base import methods
+    from fedharmony.models.base import models
+    from fedharmony.partition.base import splitters
+
+    load_plugins(plugin or ())
+    table = Table(box=None, show_header=False, pad_edge=False)
+    if kind is Kind.configs:
+        for name, path in built_in_configs().items():
+            table.add_row(f"[bold]{name}[/]", str(path))
+    else:
+        registry: Any = {
+            Kind.methods: methods,
+            Kind.datasets: datasets,
+            Kind.splitters: splitters,
+            Kind.models: models,
+        }[kind]
+        for name in registry.names():
+            presets = getattr(registry[name], "presets", {})
+            more = f"  (presets: {', '.join(presets)})" if len(presets) > 1 else ""
+            table.add_row(f"[bold]{name}[/]", registry.summary(name) + more)
+    Console().print(table)
+
+
+def _version(show: bool) -> None:
+    if show:
+        typer.echo(f"fedharmony {fedharmony.__version__}")
+        raise typer.Exit
+
+
+@app.callback()
+def options(
+    version: Annotated[
+        bool,
+        typer.Option("--version", callback=_version, is_eager=True, help="Print the version."),
+    ] = False,
+) -> None:
+    """Options of the program itself."""
+
+
+def main() -> None:
+    """Entry point: user errors are one paragraph and exit code 2, never a traceback."""
+    try:
+        app()
+    except FedHarmonyError as error:
+        paragraph = Text.assemble(("Error:", "bold red"), f" {error}")
+        Console(stderr=True).print(paragraph, soft_wrap=not sys.stderr.isatty())
+        raise SystemExit(1 if isinstance(error, ClientLimitError) else 2) from None
+
+
+if __name__ == "__main__":
+    main()

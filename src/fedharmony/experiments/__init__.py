@@ -1,0 +1,1 @@
+"""From settings to results: one run, or a comparison of many."""

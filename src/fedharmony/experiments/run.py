@@ -1,0 +1,374 @@
+"""One run, from settings to results."""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Callable
+from dataclasses import asdict, dataclass, replace
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import torch
+
+from fedharmony.correlation import label_correlation
+from fedharmony.data.base import DataSet, LabelledImages, TensorImages, datasets
+from fedharmony.engine.checkpoint import digest
+from fedharmony.engine.cohort import Cohort
+from fedharmony.engine.federation import Event, Federation
+from fedharmony.engine.sampling import cohort_size, draw_schedule
+from fedharmony.errors import ConfigError, FedHarmonyError
+from fedharmony.experiments.folder import RunFolder, jsonable
+from fedharmony.experiments.settings import Settings
+from fedharmony.methods.base import Method, Task, methods
+from fedharmony.metrics import (
+    MultiLabelResult,
+    ScoreStore,
+    StructureResult,
+    structure_metrics,
+    trivial_baselines,
+)
+from fedharmony.models.base import InputSpec, Model, models
+from fedharmony.partition.base import Partition, splitters
+from fedharmony.partition.report import split_report
+from fedharmony.rng import torch_rng
+from fedharmony.transport.inprocess import InProcess
+from fedharmony.types import BUFFERS, PARAMS, Record, Tensors
+
+Observer = Callable[[Event], None]
+Results = dict[str, Any]
+EVAL_BATCH = 256
+#: Clients trained at once when the settings leave it open.
+DEFAULT_STACK = {"cpu": 16, "cuda": 32}
+
+
+def choose_device(name: str) -> torch.device:
+    """The device of a run: "auto" takes CUDA where there is one."""
+    if name == "auto":
+        return torch.device("cuda" if torch.cuda.is_available() else "cpu")
+    try:
+        device = torch.device(name)
+    except RuntimeError as error:
+        raise ConfigError(f"engine.device = {name!r} is no device: {error}.") from None
+    if device.type == "cuda" and not torch.cuda.is_available():
+        raise ConfigError(f"engine.device = {name!r}, but torch sees no CUDA device. Use 'cpu'.")
+    return device
+
+
+@dataclass(frozen=True)
+class Evaluation:
+    """The global model on the pooled test set."""
+
+    metrics: MultiLabelResult
+    structure: StructureResult
+
+    def structure_numbers(self) -> dict[str, Any]:
+        """The correlation-structure metrics without their matrices."""
+        found = asdict(self.structure)
+        return {name: value for name, value in found.items() if not name.endswith("_matrix")}
+
+    def event(self, round: int, seconds: float) -> Event:
+        """As one JSON line."""
+        return {
+            "event": "evaluate",
+            "round": round,
+            "seconds": seconds,
+            "metrics": self.metrics.as_dict(),
+            "structure": self.structure_numbers(),
+        }
+
+
+@dataclass(frozen=True)
+class Assembly:
+    """Everything a run is made of, built and checked before round 0."""
+
+    settings: Settings
+    data: DataSet
+    partition: Partition
+    model: Model
+    method: Method
+    schedule: list[list[int]]
+    device: torch.device
+
+    def initial_state(self) -> Record:
+        """The server's state before round 0."""
+        seed = self.settings.model.common.seed
+        params = self.model.init(torch_rng(seed, "model"))
+        return self.method.init_state(params, self.model.init_buffers()).to(self.device)
+
+    def federation(self, tick: Callable[[int, int, int], None] | None = None) -> Federation:
+        """The round loop over in-process clients."""
+        engine = self.settings.engine
+        train = self.data.train
+        cohort = Cohort(
+            self.model,
+            self.method,
+            train,
+            self.partition.indices,
+            self.settings.train,
+            self.settings.run.seed,
+            self.device,
+            engine.sweep_batch,
+        )
+        stack = engine.stack or DEFAULT_STACK.get(self.device.type, 1)
+        return Federation(
+            method=self.method,
+            transport=InProcess(cohort, stack if self.model.backbone.stackable else 1, tick),
+            schedule=self.schedule,
+            settings=self.settings.federation,
+            seed=self.settings.run.seed,
+            epochs=self.settings.train.epochs,
+            frozen=self.model.head.frozen,
+        )
+
+    @torch.no_grad()
+    def evaluate(self, state: Record) -> Evaluation:
+        """The global model on the pooled test set."""
+        store, test = ScoreStore(), self.data.test
+        params = {n: t.unsqueeze(0) for g in (PARAMS, BUFFERS) for n, t in state.get(g).items()}
+        for start in range(0, len(test), EVAL_BATCH):
+            index = torch.arange(start, min(start + EVAL_BATCH, len(test)))
+            images = test.images.gather(index, self.device)
+            inputs = self.method.normalise(images, {})
+            outputs = self.model.apply(params, inputs.unsqueeze(0))[0]
+            scores = self.method.predict(outputs.float(), state)
+            known = None if test.known is None else test.known[start : start + EVAL_BATCH]
+            store.add(scores, test.labels[start : start + EVAL_BATCH], known)
+        scores_seen, targets, _ = store.arrays()
+        options = self.settings.metrics
+        structure = structure_metrics(scores_seen, targets, options.threshold)
+        return Evaluation(store.result(options), structure)
+
+
+def load_partition(settings: Settings, data: DataSet, file: str | Path | None = None) -> Partition:
+    """The split of the training images: from a file, or drawn."""
+    split, images = settings.split.common, len(data.train)
+    if file is not None or split.file is not None:
+        partition = Partition.load(Path(file or split.file), images)
+        if len(partition.indices) != split.clients:
+            raise ConfigError(
+                f"The partition file holds {len(partition.indices)} clients, but split.clients = "
+                f"{split.clients}. Set split.clients to the number in the file."
+            )
+        return partition
+    splitter = splitters[split.name](settings.split.own)
+    return splitter.partition(data.train.labels, split.clients, split.seed, data.train.users)
+
+
+def assemble(
+    settings: Settings, partition_file: Path | None = None, data: DataSet | None = None
+) -> Assembly:
+    """Build data, split, model and method; whatever does not fit is refused here."""
+    device = choose_device(settings.engine.device)
+    if settings.engine.threads is not None:
+        torch.set_num_threads(settings.engine.threads)
+    data = data or datasets[settings.data.common.name](settings.data.own).load()
+    partition = load_partition(settings, data, partition_file)
+    backbone = models[settings.model.common.name](
+        settings.model.own, InputSpec(*data.train.images.shape)
+    )
+    run, federation = settings.run, settings.federation
+    task = Task(
+        classes=len(data.classes),
+        clients=len(partition.indices),
+        rounds=run.rounds,
+        batch_size=settings.train.batch_size,
+        epochs=settings.train.epochs,
+        seed=run.seed,
+        average=federation.average,
+        mean=backbone.mean,
+        std=backbone.std,
+    )
+    method = methods[settings.method_name](settings.method_config(), task)
+    sizes = [len(index) for index in partition.indices]
+    holders = sum(size > 0 for size in sizes)
+    cohort = cohort_size(holders, federation.participation, federation.cohort)
+    schedule = draw_schedule(sizes, run.rounds, cohort, federation.sampling, run.seed)
+    return Assembly(
+        settings=settings,
+        data=on_device(data, device),
+        partition=partition,
+        model=Model(backbone, method.head(backbone.width)),
+        method=method,
+        schedule=schedule,
+        device=device,
+    )
+
+
+def on_device(data: DataSet, device: torch.device) -> DataSet:
+    """The same data with in-memory images moved to the device once."""
+
+    def move(part: LabelledImages) -> LabelledImages:
+        images = part.images
+        return replace(part, images=images.to(device)) if isinstance(images, TensorImages) else part
+
+    return replace(data, train=move(data.train), test=move(data.test))
+
+
+def start(settings: Settings, folder: RunFolder, observe: Observer) -> Results:
+    """A new run in an empty folder; returns its results."""
+    folder.refuse_if_taken()
+    assembly = assemble(settings)
+    folder.create(settings, assembly.device)
+    return _first_round(assembly, folder, observe)
+
+
+def resume(folder: RunFolder, observe: Observer) -> Results:
+    """Continue a run where its last checkpoint stands; the result is the same to the bit.
+
+    A completed run is left alone; its results are returned.
+    """
+    settings = folder.open()
+    if (results := finished(folder)) is not None:
+        return results
+    if not folder.checkpoint.exists():  # killed before round 0
+        return _first_round(assemble(settings), folder, observe)
+    rounds_done, state = folder.load_state(settings)
+    assembly = assemble(settings, folder["partition.json"])
+    folder.cut_events(rounds_done)
+    return _rounds(assembly, folder, rounds_done, state.to(assembly.device), observe)
+
+
+def finished(folder: RunFolder) -> Results | None:
+    """The results of a completed run, else None."""
+    results = folder.read_json("results.json")
+    return results if isinstance(results, dict) and results["status"] == "completed" else None
+
+
+def _first_round(assembly: Assembly, folder: RunFolder, observe: Observer) -> Results:
+    settings, state = assembly.settings, assembly.initial_state()
+    assembly.partition.save(folder["partition.json"])
+    report = split_report(
+        assembly.data.train.labels, assembly.partition, settings.split.common.seed
+    )
+    folder.write_json("split_report.json", report.as_dict())
+    folder.save_state(0, state, settings)
+    return _rounds(assembly, folder, 0, state, observe)
+
+
+def _rounds(
+    assembly: Assembly, folder: RunFolder, first: int, state: Record, observe: Observer
+) -> Results:
+    """Run the remaining rounds, and leave events, checkpoints and results in the folder."""
+    settings, began = assembly.settings, time.perf_counter()
+    latest: list[Evaluation] = []
+
+    def record(event: Event) -> None:
+        folder.append(event)
+        observe(event)
+
+    def after_round(round: int, state: Record) -> None:
+        if (round + 1) % settings.run.eval_every == 0 or round + 1 == settings.run.rounds:
+            clock = time.perf_counter()
+            latest[:] = [assembly.evaluate(state)]
+            record(latest[0].event(round, time.perf_counter() - clock))
+        folder.save_state(round + 1, state, settings)
+
+    def tick(round: int, done: int, total: int) -> None:
+        observe({"event": "progress", "round": round, "done": done, "total": total})
+
+    record(start_event(assembly, first))
+    try:
+        state = assembly.federation(tick).run(state, first, record, after_round)
+    except (KeyboardInterrupt, FedHarmonyError) as error:
+        stopped = isinstance(error, KeyboardInterrupt)
+        seconds = time.perf_counter() - began
+        record(
+            {
+                "event": "finish",
+                "status": "interrupted" if stopped else "failed",
+                "seconds": seconds,
+                "reason": None if stopped else str(error),
+            }
+        )
+        raise
+    evaluation = latest[0] if latest else assembly.evaluate(state)
+    folder.save_tensors("matrices.safetensors", matrices(assembly, state, evaluation.structure))
+    record({"event": "finish", "status": "completed", "seconds": time.perf_counter() - began})
+    results = summarise(assembly, folder, state, evaluation)
+    folder.write_json("results.json", results)
+    return results
+
+
+def start_event(assembly: Assembly, first: int) -> Event:
+    """What is about to run."""
+    settings, data = assembly.settings, assembly.data
+    return {
+        "event": "start",
+        "method": settings.method_name,
+        "label": settings.run.method,
+        "rounds": settings.run.rounds,
+        "clients": len(assembly.partition.indices),
+        "cohort": len(assembly.schedule[0]),
+        "classes": list(data.classes),
+        "train_images": len(data.train),
+        "test_images": len(data.test),
+        "parameters": assembly.model.num_parameters,
+        "device": str(assembly.device),
+        "resumed_at": first or None,
+    }
+
+
+def matrices(assembly: Assembly, state: Record, structure: StructureResult) -> Tensors:
+    """Correlation matrices and label counts for the report."""
+    labels = assembly.data.train.labels
+    defined = label_correlation(assembly.data.test.labels)[1]
+    counts = np.stack([labels[i].sum(axis=0, dtype=np.int64) for i in assembly.partition.indices])
+    tensors = {
+        "true": torch.from_numpy(structure.true_matrix).float(),
+        "true_defined": defined.to(torch.uint8),
+        "learned": torch.from_numpy(structure.soft_matrix).float(),
+        "learned_hard": torch.from_numpy(structure.hard_matrix).float(),
+        "client_label_counts": torch.from_numpy(counts),
+        "client_sizes": torch.tensor([len(i) for i in assembly.partition.indices]),
+    }
+    if assembly.data.planted is not None:
+        tensors["planted"] = torch.from_numpy(assembly.data.planted).float()
+    for name, tensor in assembly.method.artifacts(state).items():
+        tensors[name] = tensor.to(torch.uint8) if tensor.dtype == torch.bool else tensor
+    return tensors
+
+
+def summarise(
+    assembly: Assembly, folder: RunFolder, state: Record, evaluation: Evaluation
+) -> Results:
+    """The results file: metrics beside what trivial predictors reach, cost, and identities."""
+    settings, data, found = assembly.settings, assembly.data, evaluation.metrics
+    prevalence = data.train.labels.mean(axis=0)
+    trivial = trivial_baselines(data.test.labels, settings.metrics, prevalence, data.test.known)
+    rounds = [e for e in folder.read_events() if e["event"] == "round"]
+    positives = data.test.labels.sum(axis=0, dtype=np.int64)
+    results = {
+        "method": settings.method_name,
+        "label": settings.run.method,
+        "status": "completed",
+        "seed": settings.run.seed,
+        "rounds": settings.run.rounds,
+        "rounds_done": settings.run.rounds,
+        "metrics": found.as_dict(),
+        "structure": evaluation.structure_numbers(),
+        "per_label": [
+            {"label": name, "ap": ap, "precision": p, "recall": r, "positives": int(n)}
+            for name, ap, p, r, n in zip(
+                data.classes,
+                found.per_label_ap,
+                found.per_label_precision,
+                found.per_label_recall,
+                positives,
+                strict=True,
+            )
+        ],
+        "baselines": {name: result.as_dict() for name, result in trivial.items()},
+        "n_classes_with_positives": found.n_classes_with_positives,
+        "n_classes_never_predicted": found.n_classes_never_predicted,
+        "seconds": sum(e["seconds"] for e in rounds),
+        "bytes_up": sum(e["bytes_up"] for e in rounds),
+        "bytes_down": sum(e["bytes_down"] for e in rounds),
+        "parameters_sha256": digest(Record({g: state.get(g) for g in (PARAMS, BUFFERS)})),
+        "state_sha256": digest(Record(state.groups)),
+        "config_sha256": settings.sha256(),
+        "partition_sha256": assembly.partition.sha256,
+        "metric_options": asdict(settings.metrics),
+    }
+    plain: Results = jsonable(results)
+    return plain

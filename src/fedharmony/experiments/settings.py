@@ -1,0 +1,257 @@
+"""All settings of a run, read from TOML sections and checked before anything starts.
+
+============  =====================================================================================
+``run``       method, rounds, seed of the run, how often to evaluate
+``data``      ``name`` of the data set and its own settings
+``split``     ``name`` of the splitter, number of clients, seed, and the splitter's own settings
+``model``     ``name`` of the backbone, seed, and its own settings
+``train``     local training: epochs, batch size, learning rate
+``federation`` participation, sampling, averaging, failures
+``methods``   one subsection per method, for instance ``[methods.fedharmony]``
+``metrics``   options of the eight metrics
+``engine``    device, clients trained at once; never changes what is computed
+============  =====================================================================================
+"""
+
+from __future__ import annotations
+
+import hashlib
+import json
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, replace
+from pathlib import Path
+from typing import Annotated, Any
+
+from annotated_types import Ge
+
+import fedharmony
+from fedharmony.config import Tree, build, keys, override, read_toml, tree_of
+from fedharmony.data.base import datasets
+from fedharmony.engine.cohort import TrainSettings
+from fedharmony.engine.federation import FederationSettings
+from fedharmony.errors import ConfigError, nearest
+from fedharmony.methods.base import methods
+from fedharmony.metrics import MetricOptions
+from fedharmony.models.base import models
+from fedharmony.partition.base import splitters
+from fedharmony.registry import Registry, load_plugins
+
+
+@dataclass(frozen=True)
+class RunSettings:
+    """The run itself.
+
+    Attributes:
+        method: name of a method, or ``name:preset``.
+        rounds: communication rounds (T).
+        seed: seeds cohorts, batch orders and everything else that is drawn during a run.
+        eval_every: evaluate on the test set after every so many rounds (and after the last).
+        plugins: Python files that register further components.
+    """
+
+    method: str = "fedavg"
+    rounds: Annotated[int, Ge(1)] = 50
+    seed: Annotated[int, Ge(0)] = 0
+    eval_every: Annotated[int, Ge(1)] = 1
+    plugins: tuple[str, ...] = ()
+
+
+@dataclass(frozen=True)
+class DataSettings:
+    """The data set; its own settings stand beside ``name``."""
+
+    name: str = "digits"
+
+
+@dataclass(frozen=True)
+class SplitSettings:
+    """The split; the splitter's own settings stand beside these.
+
+    Attributes:
+        name: the splitter.
+        clients: number of clients (K).
+        seed: seeds the split alone, so that repeats can share it.
+        file: use this partition file instead of splitting.
+    """
+
+    name: str = "pivot_dirichlet"
+    clients: Annotated[int, Ge(1)] = 50
+    seed: Annotated[int, Ge(0)] = 0
+    file: str | None = None
+
+
+@dataclass(frozen=True)
+class ModelSettings:
+    """The backbone; its own settings stand beside these.
+
+    Attributes:
+        name: the backbone.
+        seed: seeds the initial parameters alone.
+    """
+
+    name: str = "vit"
+    seed: Annotated[int, Ge(0)] = 0
+
+
+@dataclass(frozen=True)
+class EngineSettings:
+    """How to compute.
+
+    Attributes:
+        device: "auto", "cpu", "cuda", "cuda:1", …
+        stack: clients trained at once; none chooses by device.
+        sweep_batch: images per client and step in passes without gradient.
+        threads: CPU threads; none keeps torch's choice.
+    """
+
+    device: str = "auto"
+    stack: Annotated[int, Ge(1)] | None = None
+    sweep_batch: Annotated[int, Ge(1)] = 32
+    threads: Annotated[int, Ge(1)] | None = None
+
+
+@dataclass(frozen=True)
+class Component:
+    """A section that chooses a registered component: shared settings and the component's own."""
+
+    common: Any
+    own: Any
+
+    def tree(self) -> Tree:
+        """Both as one section."""
+        return {**tree_of(self.common), **tree_of(self.own)}
+
+
+@dataclass(frozen=True)
+class Settings:
+    """All sections, resolved."""
+
+    run: RunSettings
+    data: Component
+    split: Component
+    model: Component
+    train: TrainSettings
+    federation: FederationSettings
+    metrics: MetricOptions
+    engine: EngineSettings
+    methods: Mapping[str, Tree]  # as given: presets are applied when a method is made
+
+    @property
+    def method_name(self) -> str:
+        """The method without its preset."""
+        return self.run.method.partition(":")[0]
+
+    def method_config(self) -> Any:
+        """The chosen method's settings: its preset, then what the file says."""
+        name, _, preset = self.run.method.partition(":")
+        cls = methods[name]
+        preset = preset or next(iter(cls.presets))
+        if preset not in cls.presets:
+            raise ConfigError(
+                f"Method {name!r} has no preset {preset!r}. {nearest(preset, cls.presets)}"
+            )
+        return build(
+            cls.Config, {**cls.presets[preset], **self.methods.get(name, {})}, f"methods.{name}"
+        )
+
+    def with_run(self, method: str | None = None, seed: int | None = None) -> Settings:
+        """The same settings for another method or seed (of the run and of the initial model)."""
+        run, model = self.run, self.model
+        if method is not None:
+            run = replace(run, method=method)
+        if seed is not None:
+            run = replace(run, seed=seed)
+            model = Component(replace(model.common, seed=seed), model.own)
+        changed = replace(self, run=run, model=model)
+        changed.method_config()
+        return changed
+
+    def tree(self) -> Tree:
+        """Everything as TOML sections, with the chosen method's settings written out."""
+        sections: Tree = {
+            "run": tree_of(self.run),
+            **{name: getattr(self, name).tree() for name in ("data", "split", "model")},
+            **{
+                name: tree_of(getattr(self, name))
+                for name in ("train", "federation", "metrics", "engine")
+            },
+        }
+        name = self.method_name
+        chosen = {name: tree_of(self.method_config())}
+        sections["methods"] = {k: v for k, v in {**self.methods, **chosen}.items() if v}
+        return sections
+
+    def sha256(self) -> str:
+        """Identity of what is computed: other methods' settings and the engine do not count."""
+        tree = {k: v for k, v in self.tree().items() if k != "engine"}
+        tree["methods"] = tree["methods"].get(self.method_name, {})
+        return hashlib.sha256(json.dumps(tree, sort_keys=True).encode()).hexdigest()
+
+
+def _component(registry: Registry[Any], common: type[Any], values: Tree, where: str) -> Component:
+    """Split a section between the shared settings and those of the component it names."""
+    shared = {k: v for k, v in values.items() if k in keys(common)}
+    base = build(common, shared, where)
+    own = registry[base.name].Config
+    for key in values:
+        if key not in {*keys(common), *keys(own)}:
+            valid = [*keys(common), *keys(own)]
+            raise ConfigError(
+                f"Unknown setting {where}.{key} (for {registry.kind} {base.name!r}). "
+                f"{nearest(key, valid)} If it belongs to another {registry.kind}, leave it out: "
+                f"{where}.{key}= on the command line removes it."
+            )
+    return Component(base, build(own, {k: v for k, v in values.items() if k not in shared}, where))
+
+
+def compose(tree: Mapping[str, Any]) -> Settings:
+    """Check a whole settings tree; any mistake is a ConfigError before work starts."""
+    sections = [f.name for f in Settings.__dataclass_fields__.values()]
+    for name, value in tree.items():
+        if name not in sections:
+            raise ConfigError(f"Unknown section [{name}]. {nearest(name, sections)}")
+        if not isinstance(value, Mapping):
+            raise ConfigError(f"{name} = {value!r} must be a section, for instance [{name}].")
+    part = {name: dict(tree.get(name, {})) for name in sections}
+    run = build(RunSettings, part["run"], "run")
+    load_plugins(run.plugins)
+    for name, values in part["methods"].items():
+        if name not in methods:
+            raise ConfigError(
+                f"Section [methods.{name}]: there is no such method. "
+                f"{nearest(name, methods.names())}"
+            )
+        build(methods[name].Config, values, f"methods.{name}")
+    settings = Settings(
+        run=run,
+        data=_component(datasets, DataSettings, part["data"], "data"),
+        split=_component(splitters, SplitSettings, part["split"], "split"),
+        model=_component(models, ModelSettings, part["model"], "model"),
+        train=build(TrainSettings, part["train"], "train"),
+        federation=build(FederationSettings, part["federation"], "federation"),
+        metrics=build(MetricOptions, part["metrics"], "metrics"),
+        engine=build(EngineSettings, part["engine"], "engine"),
+        methods=part["methods"],
+    )
+    settings.method_config()
+    return settings
+
+
+def load_settings(source: str | Path, assignments: Sequence[str] = ()) -> Settings:
+    """Settings from a TOML file, or from a built-in one by its name (``demo``)."""
+    path = Path(source)
+    if not path.exists() and (built_in := built_in_configs().get(str(source))):
+        path = built_in
+    tree = override(read_toml(path), assignments)
+    run = tree.get("run")
+    if isinstance(run, dict) and isinstance(run.get("plugins"), list):
+        # Relative to the file that names them, and absolute from here on: a run can be resumed
+        # from any folder.
+        run["plugins"] = [str((path.parent / str(p)).resolve()) for p in run["plugins"]]
+    return compose(tree)
+
+
+def built_in_configs() -> dict[str, Path]:
+    """Config files that come with the package, by name."""
+    folder = Path(fedharmony.__file__).parent / "configs"
+    return {path.stem: path for path in sorted(folder.glob("*.toml"))}
