@@ -4,6 +4,7 @@ from __future__ import annotations
 
 # torch, scikit-learn and matplotlib take seconds to import. What needs them is imported by the
 # commands themselves, so that --help and mistyped commands answer at once.
+import os
 import shlex
 import sys
 from collections.abc import Callable, Sequence
@@ -139,6 +140,7 @@ def run(
 @app.command()
 def resume(
     folder: Annotated[Path, typer.Argument(metavar="RUN", help="The folder of the run.")],
+    device: Device = None,
     quiet: Quiet = False,
 ) -> None:
     """Continue a run that was stopped or killed; the result is the same to the bit.
@@ -153,7 +155,7 @@ def resume(
     if runs.finished(run_folder) is not None and not quiet:
         typer.echo(f"{folder} is already complete; nothing to do.", err=True)
     with Progress(quiet=quiet) as progress:
-        _guarded(folder, lambda: runs.resume(run_folder, progress))
+        _guarded(folder, lambda: runs.resume(run_folder, progress, device))
     _show(folder, quiet)
 
 
@@ -334,6 +336,9 @@ def options(
 
 def main() -> None:
     """Entry point: user errors are one paragraph and exit code 2, never a traceback."""
+    # Read when torch is first imported: idle threads soon sleep instead of spinning for long, which
+    # would starve our own work on a machine that is also busy otherwise.
+    os.environ.setdefault("GOMP_SPINCOUNT", "2000")
     try:
         app()
     except FedHarmonyError as error:

@@ -61,7 +61,7 @@ class Cohort:
         settings: TrainSettings,
         seed: int,
         device: torch.device,
-        sweep_batch: int = 64,
+        sweep_batch: int = 32,
     ) -> None:
         self.model, self.method, self.settings = model, method, settings
         self.images, self.clients, self.seed, self.device = data.images, clients, seed, device

@@ -213,12 +213,15 @@ def start(settings: Settings, folder: RunFolder, observe: Observer) -> Results:
     return _first_round(assembly, folder, observe)
 
 
-def resume(folder: RunFolder, observe: Observer) -> Results:
+def resume(folder: RunFolder, observe: Observer, device: str | None = None) -> Results:
     """Continue a run where its last checkpoint stands; the result is the same to the bit.
 
-    A completed run is left alone; its results are returned.
+    A completed run is left alone; its results are returned. On another ``device`` than the run
+    began on, results agree up to rounding.
     """
     settings = folder.open()
+    if device is not None:
+        settings = replace(settings, engine=replace(settings.engine, device=device))
     if (results := finished(folder)) is not None:
         return results
     if not folder.checkpoint.exists():  # killed before round 0

@@ -9,7 +9,7 @@
 ``federation`` participation, sampling, averaging, failures
 ``methods``   one subsection per method, for instance ``[methods.fedharmony]``
 ``metrics``   options of the eight metrics
-``engine``    device, clients trained at once; never changes what is computed
+``engine``    device, clients trained at once: results change by rounding at most
 ============  =====================================================================================
 """
 

@@ -257,6 +257,7 @@ class FedHarmony(Method):
         consensus = self.consensus(table, round)
         row = {int(client): j for j, client in enumerate(table["client"])}
         common, known = consensus.full()
+        device = table["upper"].device
         kept = state.get(CLUSTERS).get("ids")
         if kept is None or round % self.config.cluster_every == 0:
             kept = self.clusters(common, round)
@@ -267,9 +268,11 @@ class FedHarmony(Method):
             teacher = {
                 "matrix": matrix.float(),
                 "known": seen,
-                "clusters": ids.to(matrix.device),
-                "weight": torch.tensor(self.align_weight(round), device=matrix.device),
+                "clusters": ids,
+                "weight": torch.tensor(self.align_weight(round)),
             }
+            # The consensus is formed on the CPU; clients train where the model is.
+            teacher = {name: tensor.to(device) for name, tensor in teacher.items()}
             personal[client] = messages[client].replace({TEACHER: teacher})
         return personal
 

@@ -279,7 +279,7 @@ def _panel(state: _State, width: int) -> RenderableType:
         bars.add_row(
             Text("clients train", "dim"),
             ProgressBar(total=total, completed=done, width=room, complete_style="dim"),
-            Text(f"{done}/{total}", "dim", justify="right"),
+            Text(f"{100 * done // max(total, 1)} %", "dim", justify="right"),
             Text(""),
         )
     parts: list[RenderableType] = [Text(state.title, "bold"), bars]

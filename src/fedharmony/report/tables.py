@@ -86,7 +86,7 @@ _MEANINGS = {
     "OR": "recall over all positives",
     "OF1": "harmonic mean of OP and OR",
 }
-_KEEP_FIRST = ("mAP", "CF1", "OF1", "O-mAP", "structure r", "CP", "CR", "OP", "OR", "seconds")
+_KEEP_FIRST = ("mAP", "CF1", "OF1", "O-mAP", "CP", "CR", "OP", "OR", "structure r", "seconds")
 
 #: All columns in table order; a table shows those for which some run has a value.
 COLUMNS: tuple[Column, ...] = (
@@ -199,7 +199,7 @@ class MetricTable:
     def to_rich(self, width: int = 80) -> Table:
         """A table for a terminal ``width`` columns wide; secondary columns go first if too narrow.
 
-        Kept as long as they fit: mAP, CF1, OF1, O-mAP, structure r, CP, CR, OP, OR, seconds, MB.
+        Kept as long as they fit: mAP, CF1, OF1, O-mAP, CP, CR, OP, OR, structure r, seconds, MB.
         """
         kept = self._columns_within(width)
         left_out = len(self.columns) - len(kept)

@@ -37,7 +37,7 @@ class InProcess:
             def tick(done: int, total: int, start: int = start, size: int = len(members)) -> None:
                 if self._tick is not None:
                     share = (start + size * done / total) / len(clients)
-                    self._tick(round, int(1000 * share), 1000)
+                    self._tick(round, int(100 * share), 100)
 
             yield from self._run(stage, round, {k: messages[k] for k in members}, tick)
 
