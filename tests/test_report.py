@@ -661,7 +661,7 @@ def test_the_live_display_shows_the_run_and_restores_the_terminal(
         interrupted(Progress(console=target), events_of(cases["fedharmony"])[:41])
     text = re.sub(r"\x1b\[[0-9;?]*[A-Za-z]", "", output(target))
     assert "21/30" in text  # twenty rounds are done, the next one trains
-    assert "40/100" in text
+    assert "40 %" in text
     assert "client 19 left out of update, round 8: loss is not finite" in text
     assert "best (" in text
     assert text.rstrip().endswith("stopped in round 21 of 30")
