@@ -297,6 +297,27 @@ def test_quality_prefers_the_client_that_fits() -> None:
     assert weights[0] > weights[1] > weights[2]
 
 
+def test_nothing_to_compare_is_no_perfect_fit() -> None:
+    """Client 1 supports no label, so client 0 (taught by client 1 alone) is compared with nothing.
+
+    In round 9 α is 0. Client 0 gets the mean of s_1 = 0 and s_3 = 0.9²/3 = 0.27, hence a weight
+    between theirs, and not that of s = 0.
+    """
+    harmony = method(blocks=False)
+    first = [reply(0, 30, matrix(0.4, 0.2, 0.1)), reply(1, 30, matrix(0, 0, 0))]
+    state = state_after(harmony, first)
+    table = dict(state.get(TABLE))
+    table["marginal"] = torch.tensor([[0.3] * 3, [0.0] * 3])
+    state = state.replace({TABLE: table})
+    sent = harmony.broadcast(state, 9, [0, 1, 3])
+    assert not sent[0].get(TEACHER)["known"].any()
+    uploads = [matrix(0.9, 0.9, 0.9), matrix(0.4, 0.2, 0.1), matrix(-0.5, 0.2, 0.1)]
+    replies = [reply(k, 30, R) for k, R in zip((0, 1, 3), uploads, strict=True)]
+    outcome = harmony.aggregate(state, 9, sent, iter(replies))
+    assert outcome.weights[1] > outcome.weights[0] > outcome.weights[3]
+    assert outcome.log["discrepancy"] == pytest.approx(0.135, abs=1e-6)
+
+
 def test_nobody_replied() -> None:
     harmony = method()
     state = state_after(harmony, [reply(k, 20, matrix(0.1, 0, 0)) for k in range(3)])

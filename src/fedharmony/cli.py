@@ -140,7 +140,9 @@ def run(
 @app.command()
 def resume(
     folder: Annotated[Path, typer.Argument(metavar="RUN", help="The folder of the run.")],
-    device: Device = None,
+    device: Annotated[
+        str | None, typer.Option(help="Another device than the run's own; same up to rounding.")
+    ] = None,
     quiet: Quiet = False,
 ) -> None:
     """Continue a run that was stopped or killed; the result is the same to the bit.

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import time
 from collections.abc import Callable
+from contextlib import suppress
 from dataclasses import asdict, dataclass, replace
 from pathlib import Path
 from typing import Any
@@ -235,7 +236,7 @@ def resume(folder: RunFolder, observe: Observer, device: str | None = None) -> R
 def finished(folder: RunFolder) -> Results | None:
     """The results of a completed run, else None."""
     results = folder.read_json("results.json")
-    return results if isinstance(results, dict) and results["status"] == "completed" else None
+    return results if isinstance(results, dict) and results.get("status") == "completed" else None
 
 
 def _first_round(assembly: Assembly, folder: RunFolder, observe: Observer) -> Results:
@@ -275,15 +276,14 @@ def _rounds(
         state = assembly.federation(tick).run(state, first, record, after_round)
     except (KeyboardInterrupt, FedHarmonyError) as error:
         stopped = isinstance(error, KeyboardInterrupt)
-        seconds = time.perf_counter() - began
-        record(
-            {
-                "event": "finish",
-                "status": "interrupted" if stopped else "failed",
-                "seconds": seconds,
-                "reason": None if stopped else str(error),
-            }
-        )
+        ending = {
+            "event": "finish",
+            "status": "interrupted" if stopped else "failed",
+            "seconds": time.perf_counter() - began,
+            "reason": None if stopped else str(error),
+        }
+        with suppress(FedHarmonyError):  # a full disk must not hide what happened
+            record(ending)
         raise
     evaluation = latest[0] if latest else assembly.evaluate(state)
     folder.save_tensors("matrices.safetensors", matrices(assembly, state, evaluation.structure))

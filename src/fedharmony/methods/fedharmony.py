@@ -350,18 +350,22 @@ class FedHarmony(Method):
         if not heard:
             return Outcome(state)
         counts = torch.tensor([self.weight(reply) for reply in heard], dtype=torch.float64)
-        misfits = torch.stack([self._misfit(reply, sent[reply.client]) for reply in heard])
+        found = [self._misfit(reply, sent[reply.client]) for reply in heard]
+        # Nothing to compare is not a perfect fit: such a client counts as one without images.
+        trust = [0 if s is None else r.examples for s, r in zip(found, heard, strict=True)]
+        misfits = torch.tensor([s or 0.0 for s in found], dtype=torch.float64)
         quality = corr.quality_weights(
             misfits,
             temperature=self.config.temperature,
-            examples=torch.tensor([reply.examples for reply in heard]),
-            min_examples=self.config.quality_min_examples,
+            examples=torch.tensor(trust),
+            min_examples=max(1, self.config.quality_min_examples),
         )
         weights = corr.aggregation_weights(counts, quality, alpha)
         log = {"alpha": alpha, "effective_clients": float(corr.effective_clients(weights))}
         if taught:
             log["align_weight"] = self.align_weight(round)
-            log["discrepancy"] = float(misfits.mean())
+        if compared := [s for s in found if s is not None]:
+            log["discrepancy"] = sum(compared) / len(compared)
         if alpha == 1.0:
             state = by_size.update(state)
         else:
@@ -373,15 +377,17 @@ class FedHarmony(Method):
         shares = dict(zip([reply.client for reply in heard], weights.tolist(), strict=True))
         return Outcome(self._remember(state, round, heard), shares, {**log, **agreement})
 
-    def _misfit(self, reply: Reply, message: Record) -> Tensor:
-        """s_k: the uploaded R_k against the teacher this client was sent (0 without a teacher)."""
+    def _misfit(self, reply: Reply, message: Record) -> float | None:
+        """s_k: the uploaded R_k against the teacher this client was sent, if they share a pair."""
         teacher = message.get(TEACHER)
         if not teacher:
-            return torch.zeros((), dtype=torch.float64)
+            return None
+        pairs = corr.pair_mask(teacher["clusters"], teacher["known"], diagonal=self.config.diagonal)
+        if not bool(pairs.any()):
+            return None
         upper = reply.record.get(CORRELATION)["upper"]
         matrix = corr.unpack_upper(upper, self.task.classes).double()
-        pairs = corr.pair_mask(teacher["clusters"], teacher["known"], diagonal=self.config.diagonal)
-        return self.discrepancy(matrix, teacher["matrix"].double(), pairs).cpu()
+        return float(self.discrepancy(matrix, teacher["matrix"].double(), pairs))
 
     def _keep_clusters(
         self, state: Record, sent: Mapping[int, Record]
