@@ -18,7 +18,7 @@ from fedharmony.methods.fedharmony import CLUSTERS, CORRELATION, TABLE, TEACHER,
 from fedharmony.types import BUFFERS, PARAMS, Record, Reply
 from toy import CLASSES, Toy, same_bits, toy_data
 
-TASK = Task(classes=3, clients=4, rounds=10, batch_size=4, epochs=1, seed=0)
+TASK = Task(classes=3, clients=4, rounds=10, batch_size=4, epochs=1, seed=0, width=8, lr=0.01)
 
 
 def method(task: Task = TASK, **settings: Any) -> FedHarmony:
@@ -77,7 +77,7 @@ def test_alignment_changes_the_model_from_round_one_on() -> None:
 def fold_all(harmony: FedHarmony, logits: Tensor, size: int) -> dict[str, Tensor]:
     """Sweep over batches of ``size``, the last one padded."""
     sweep = harmony.sweep()
-    carry = sweep.start()
+    carry = sweep.start({})
     for first in range(0, len(logits), size):
         part = logits[first : first + size]
         rows = torch.zeros(size)
@@ -86,7 +86,7 @@ def fold_all(harmony: FedHarmony, logits: Tensor, size: int) -> dict[str, Tensor
         padded[: len(part)] = part
         batch = Batch(torch.zeros_like(padded), rows, rows[:, None].expand(size, 3))
         carry = sweep.fold(carry, padded, batch)
-    return sweep.finish(carry)
+    return sweep.finish(carry, {})
 
 
 def test_sweep_is_equation_two_on_the_whole_set() -> None:
@@ -327,7 +327,7 @@ def test_nobody_replied() -> None:
 
 def test_clusters_restrict_the_pairs() -> None:
     """Two planted blocks {0, 1}, {2, 3} with G = 2: only their two pairs are compared."""
-    task = Task(classes=4, clients=3, rounds=10, batch_size=4, epochs=1, seed=0)
+    task = Task(classes=4, clients=3, rounds=10, batch_size=4, epochs=1, seed=0, width=8, lr=0.01)
     harmony = method(task, groups=2)
     R = torch.full((4, 4), 0.02)
     R[:2, :2] = R[2:, 2:] = 0.8

@@ -67,12 +67,13 @@ def test_stacked_functions_equal_mapped_ones(name: str, monkeypatch: pytest.Monk
     mapped, _ = Toy(name, dtype=torch.float64).run()
     assert largest_difference(native, mapped) < 1e-6
     models = [Record({PARAMS: state.get(PARAMS)}) for state in (native, mapped)]
-    assert largest_difference(*models) < 1e-10
+    # A weight whose gradient is zero in theory (a key's bias) moves by rounding under Adam.
+    assert largest_difference(*models) < 1e-9
 
 
 @every_method
 def test_resumes_to_the_bit_from_any_round(name: str, tmp_path: Path) -> None:
-    toy = Toy(name, rounds=4, cohort=3)
+    toy = Toy(name, rounds=4, cohort=3, memory=tmp_path / "memory")
 
     def save(round: int, state: Record) -> None:
         save_record(tmp_path / f"{round + 1}", state)
@@ -80,7 +81,8 @@ def test_resumes_to_the_bit_from_any_round(name: str, tmp_path: Path) -> None:
     whole = toy.loop().run(toy.initial(), 0, lambda e: None, save)
     for done in (1, 2, 3):
         state = load_record(tmp_path / f"{done}")
-        fresh = Toy(name, rounds=4, cohort=3)
+        fresh = Toy(name, rounds=4, cohort=3, memory=tmp_path / "memory")
+        fresh.trainer.memory.rewind(done)
         assert same_bits(whole, fresh.loop().run(state, done, lambda e: None, lambda t, s: None))
 
 

@@ -339,7 +339,7 @@ def test_layers_by_hand() -> None:
 class MaskedTokenHead(Head):
     """Weighs each token by a frozen table and an input: an unusual head, to test the interface."""
 
-    reads = "tokens"
+    reads = "patches"
     frozen = frozenset({"head.table"})
     tokens: int
 
@@ -362,21 +362,21 @@ class MaskedTokenHead(Head):
 
 
 def test_heads_are_pluggable() -> None:
-    """A head may read all tokens and further inputs, and keep parameters out of training."""
+    """A head may read all patches and further inputs, and keep parameters out of training."""
     backbone = ViT(SMALL, InputSpec(3, 8, 12))
-    model = Model(backbone, MaskedTokenHead(tokens=7))
+    model = Model(backbone, MaskedTokenHead(tokens=6))
     params = model.init(torch_rng(0, "model"))
     assert {n: tuple(t.shape) for n, t in params.items()} == model.shapes()
-    trainable = model.trainable(params)
-    assert "head.scale" in trainable
-    assert "head.table" not in trainable
-    assert len(trainable) == len(params) - 1
+    trained, frozen = model.divide(params)
+    assert "head.scale" in trained
+    assert list(frozen) == ["head.table"]
+    assert {**trained, **frozen}.keys() == params.keys()
     images = random_images(2, 2, 3, 3, 8, 12)
-    mask = torch.zeros(2, 3, 7)
+    mask = torch.zeros(2, 3, 6)
     mask[:, :, 4] = 1.0
     stacked = stack([params, params])
     outputs = model.apply(stacked, images, {"mask": mask})
-    expected = params["head.table"][4] * backbone.tokens(stacked, images)[:, :, 4]
+    expected = params["head.table"][4] * backbone.tokens(stacked, images)[:, :, 1 + 4]
     torch.testing.assert_close(outputs, expected)
 
 

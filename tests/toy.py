@@ -5,26 +5,36 @@ from __future__ import annotations
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 from itertools import pairwise
-from typing import Any
+from pathlib import Path
+from typing import Any, Literal
 
 import numpy as np
 import torch
 from torch import Tensor
 
 from fedharmony.data.base import LabelledImages, TensorImages
-from fedharmony.engine.cohort import Cohort, TrainSettings
+from fedharmony.engine.cohort import Cohort
 from fedharmony.engine.federation import Federation, FederationSettings
+from fedharmony.engine.memory import ClientMemory
+from fedharmony.engine.optimise import TrainSettings
 from fedharmony.engine.sampling import draw_schedule
+from fedharmony.losses import LossSettings
 from fedharmony.methods.base import Method, Task, methods
 from fedharmony.models.base import Backbone, InputSpec, Model, Shapes, linear
 from fedharmony.transport.inprocess import InProcess
-from fedharmony.types import Index, Record, Tensors
+from fedharmony.types import FROZEN, Index, Record, Tensors
 
 CLASSES = 6
+#: Settings for methods whose own ones are meant for real images.
+SMALL: Mapping[str, Mapping[str, Any]] = {
+    "fedlgt": {"embedding": 16, "heads": 2, "layers": 2, "feedforward": 16}
+}
 
 
 class Pixels(Backbone):
-    """One hidden layer on raw pixels, stacked like the ViT."""
+    """One hidden layer on raw pixels, stacked like the ViT; the image is its own single patch."""
+
+    class_tokens = 0
 
     def __init__(self, input: InputSpec, width: int = 8) -> None:
         self.input, self.width = input, width
@@ -76,6 +86,10 @@ class Toy:
     seed: int = 0
     epochs: int = 2
     batch_size: int = 4
+    optimiser: Literal["adam", "sgd", "momentum"] = "adam"
+    lr: float = 0.01
+    loss: LossSettings = field(default_factory=LossSettings)
+    memory: Path | None = None
     federation: FederationSettings = field(default_factory=FederationSettings)
     method_class: type[Method] | None = None
     data: LabelledImages | None = None
@@ -90,13 +104,20 @@ class Toy:
             batch_size=self.batch_size,
             epochs=self.epochs,
             seed=self.seed,
+            width=8,
+            lr=self.lr,
+            optimiser=self.optimiser,
+            loss=self.loss,
             average=self.federation.average,
         )
         cls = self.method_class or methods[self.name]
-        self.method = cls(cls.Config(**(self.config or {})), self.task)
+        config = {**SMALL.get(self.name, {}), **(self.config or {})}
+        self.method = cls(cls.Config(**config), self.task)
         backbone = Pixels(InputSpec(*self.data.images.shape))
         self.model = Model(backbone, self.method.head(backbone.width))
-        settings = TrainSettings(epochs=self.epochs, batch_size=self.batch_size, lr=0.01)
+        settings = TrainSettings(
+            epochs=self.epochs, batch_size=self.batch_size, lr=self.lr, optimiser=self.optimiser
+        )
         self.trainer = Cohort(
             self.model,
             self.method,
@@ -106,12 +127,19 @@ class Toy:
             self.seed,
             torch.device("cpu"),
             sweep_batch=5,
+            frozen=self.parameters()[1],
+            memory=ClientMemory(self.memory),
         )
         self.transport: Any = InProcess(self.trainer, self.stack)
 
-    def initial(self) -> Record:
+    def parameters(self) -> tuple[Tensors, Tensors]:
+        """The initial model: what is trained, and what is frozen."""
         params = self.model.init(torch.Generator().manual_seed(1))
-        return self.method.init_state({n: t.to(self.dtype) for n, t in params.items()}, {})
+        return self.model.divide({n: t.to(self.dtype) for n, t in params.items()})
+
+    def initial(self) -> Record:
+        trained, frozen = self.parameters()
+        return self.method.init_state(trained, {}).replace({FROZEN: frozen})
 
     def loop(self) -> Federation:
         cohort = self.cohort or len(self.sizes)
@@ -122,7 +150,6 @@ class Toy:
             self.federation,
             self.seed,
             self.epochs,
-            self.model.head.frozen,
         )
 
     def run(self) -> tuple[Record, list[dict[str, Any]]]:

@@ -39,14 +39,13 @@ class RunningMean:
             elif tensor.is_floating_point():
                 self._sums[name].add_(tensor, alpha=weight)
 
-    def result(self) -> Tensors:
-        """The mean so far, in the tensors' own types."""
-        return {
-            name: (total / self.weight if total.is_floating_point() else total).to(
-                self._types[name]
-            )
+    def result(self, exact: bool = False) -> Tensors:
+        """The mean so far, in the tensors' own types; ``exact`` leaves means in float64."""
+        means = {
+            name: total / self.weight if total.is_floating_point() else total
             for name, total in self._sums.items()
         }
+        return means if exact else {name: t.to(self._types[name]) for name, t in means.items()}
 
 
 class ModelMean:

@@ -18,8 +18,10 @@ Index: TypeAlias = npt.NDArray[np.int64]
 Labels: TypeAlias = npt.NDArray[np.uint8]
 
 #: Groups that every method uses. Parameters and buffers are kept apart (they average differently).
+#: Frozen tensors are part of the server's state but never travel: every party makes them itself.
 PARAMS = "params"
 BUFFERS = "buffers"
+FROZEN = "frozen"
 
 
 @dataclass(frozen=True)

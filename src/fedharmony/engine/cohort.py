@@ -1,55 +1,50 @@
-"""Local training of M clients at once, on one device.
+"""M clients at once, on one device: local training, then a pass over their data.
 
-Parameters carry a leading client axis; the model is natively stacked; a method's loss, written for
-one client, is mapped over that axis. Clients of unequal size keep their own batches: the stack is
-ordered by size and shrinks as clients finish, so padding never enters a result.
+Parameters carry a leading client axis; the model is natively stacked; a method's functions, written
+for one client, are mapped over that axis. Clients of unequal size keep their own batches: the stack
+is ordered by size and shrinks as clients finish, so padding never enters a result.
 """
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping, Sequence
-from dataclasses import dataclass
-from typing import Annotated, Any
+from collections.abc import Callable, Iterator, Mapping, Sequence
 
 import numpy as np
 import torch
-from annotated_types import Ge, Gt
 from torch import Tensor
 
 from fedharmony.data.base import LabelledImages
 from fedharmony.engine.batches import Plan, plan_batches
-from fedharmony.losses import Batch
+from fedharmony.engine.memory import ClientMemory
+from fedharmony.engine.optimise import TrainSettings, clip_gradients, local_optimiser
+from fedharmony.engine.stacking import StackedMessage, expand, narrow, over_clients
+from fedharmony.losses import Batch, label_weights, positive_weights
 from fedharmony.methods.base import ClientView, Method, Stage, Sweep
-from fedharmony.models.base import Model, stack
-from fedharmony.rng import numpy_rng
+from fedharmony.models.base import Model, stack, unstack
+from fedharmony.rng import numpy_rng, torch_rng
 from fedharmony.types import BUFFERS, PARAMS, Index, Record, Reply, Tensors
 
 #: Called with (steps done, steps in all) during local training.
 Tick = Callable[[int, int], None]
 
-
-@dataclass(frozen=True)
-class TrainSettings:
-    """Local training.
-
-    Attributes:
-        epochs: passes over the local data per round (E).
-        batch_size: images per step (B).
-        lr: learning rate of Adam, constant.
-        weight_decay: L2 weight decay of Adam.
-    """
-
-    epochs: Annotated[int, Ge(1)] = 5
-    batch_size: Annotated[int, Ge(1)] = 16
-    lr: Annotated[float, Gt(0)] = 1e-4
-    weight_decay: Annotated[float, Ge(0)] = 0.0
+#: What the per-image gradients of one step of a sweep may occupy, in bytes.
+GRADIENT_BYTES = {"cpu": 1 << 28, "cuda": 1 << 33}
 
 
 class Cohort:
     """Trains and sweeps stacks of clients whose data it holds.
 
-    Attributes:
-        positives: (K, C) positives per client and label.
+    Args:
+        model: what is trained.
+        method: whose client functions are run.
+        data: the training images of all clients.
+        clients: per client the indices of its images.
+        settings: of local training.
+        seed: of the run.
+        device: where to compute.
+        sweep_batch: images per client and step in passes without training.
+        frozen: the model's frozen tensors, which never travel.
+        memory: what clients keep between rounds.
     """
 
     def __init__(
@@ -62,15 +57,16 @@ class Cohort:
         seed: int,
         device: torch.device,
         sweep_batch: int = 32,
+        frozen: Mapping[str, Tensor] | None = None,
+        memory: ClientMemory | None = None,
     ) -> None:
         self.model, self.method, self.settings = model, method, settings
         self.images, self.clients, self.seed, self.device = data.images, clients, seed, device
         self.sweep_batch = sweep_batch
-        self.labels = torch.from_numpy(data.labels).to(device, torch.float32)
+        self.frozen = {name: tensor.to(device) for name, tensor in (frozen or {}).items()}
+        self.memory = memory or ClientMemory()
+        self.labels = torch.from_numpy(data.labels).to(device)
         self.known = None if data.known is None else torch.from_numpy(data.known).to(device)
-        self.positives = torch.from_numpy(
-            np.stack([data.labels[index].sum(axis=0, dtype=np.int64) for index in clients])
-        ).to(device)
 
     def run(
         self,
@@ -87,20 +83,29 @@ class Cohort:
         scalars: list[dict[str, float]] = [{} for _ in clients]
         if stage.train:
             tensors = {name: t.clone() for name, t in tensors.items()}
-            trained, losses, steps = self._train(round, clients, messages, message, tensors, tick)
+            losses, steps = self._train(round, clients, messages, message, tensors, tick)
             for m in range(len(clients)):
-                results[m][PARAMS] = {name: tensors[name][m] for name in trained}
+                results[m][PARAMS] = unstack(tensors, m)
                 results[m][BUFFERS] = {}
                 scalars[m] = {"loss": float(losses[m] / steps[m]), "steps": int(steps[m])}
         if stage.sweep is not None:
-            swept = self._sweep(stage.sweep, clients, message, tensors)
-            for m in range(len(clients)):
-                results[m][stage.sweep.group] = {name: t[m] for name, t in swept.items()}
+            params = {name: tensor.detach() for name, tensor in tensors.items()}
+            for part in self._sweep_stacks(stage.sweep, clients, params):
+                own = {name: tensor[part] for name, tensor in params.items()}
+                swept = self._sweep(stage.sweep, round, clients[part], messages, own)
+                for m, result in enumerate(results[part]):
+                    result[stage.sweep.group] = unstack(swept, m)
         replies = {
             k: Reply(k, len(self.clients[k]), Record(results[m], scalars[m]))
             for m, k in enumerate(clients)
         }
+        if stage.train:
+            for k, reply in replies.items():
+                if kept := self.method.remember(round, reply.record):
+                    self.memory.write(k, round, kept)
         return [replies[k] for k in messages]
+
+    # -- training ---------------------------------------------------------------------------------
 
     def _train(
         self,
@@ -110,57 +115,203 @@ class Cohort:
         message: StackedMessage,
         tensors: Tensors,
         tick: Tick,
-    ) -> tuple[list[str], Tensor, Index]:
-        """E epochs with a fresh Adam, in place on ``tensors``; also the summed loss per client."""
+    ) -> tuple[Tensor, Index]:
+        """E epochs with a fresh optimiser, in place on ``tensors``; summed loss and steps."""
+        method = self.method
         plan = plan_batches([self._epochs(round, k) for k in clients], self.settings.batch_size)
-        carry = stack([self.method.carry(self.view(k), messages[k]) for k in clients])
-        loss = over_clients(self.method.loss, (0, 0, message.dims, 0))
-        normalise = over_clients(self.method.normalise, (0, message.dims))
-        names = self.model.trainable(tensors)
-        dtype = tensors[names[0]].dtype  # a run is as precise as its parameters
+        views = [self.view(k, round) for k in clients]
+        carry = stack([method.carry(v, messages[k]) for v, k in zip(views, clients, strict=True)])
+        weights = self._label_weights(clients)
+        generators = [torch_rng(self.seed, "draws", round, k) for k in clients]
+        normalise = over_clients(method.normalise, (0, message.dims, 0))
+        inputs = over_clients(method.inputs, (0, message.dims, 0 if method.consults else None))
+        loss = over_clients(method.loss, (0, 0, message.dims, 0))
+        dtype = next(iter(tensors.values())).dtype  # a run is as precise as its parameters
+        received, fixed = message.stacked(PARAMS), self._fixed(len(clients), dtype)
         losses = torch.zeros(len(clients), device=self.device)
         optimiser = None
         for first, last, width in plan.segments():
             params = narrow(tensors, width)
-            leaves = [params[name].requires_grad_() for name in names]
-            optimiser = self._optimiser(leaves, optimiser)
-            groups, carry = message.first(width), narrow(carry, width)
+            leaves = [tensor.requires_grad_() for tensor in params.values()]
+            optimiser = local_optimiser(self.settings, leaves, optimiser)
+            groups, carry, constant = (
+                message.first(width),
+                narrow(carry, width),
+                narrow(fixed, width),
+            )
+            start = narrow(received, width)
             for step in range(first, last):
                 index = self._index(plan, step, width)
-                inputs = normalise(self.images.gather(index, self.device), groups)
-                outputs = self.model.apply(params, inputs.to(dtype))
-                values, carry = loss(outputs, self._batch(index), groups, carry)
+                batch = self._batch(index, narrow(weights, width))
+                batch = batch._replace(draws=self._draws(generators[:width]))
+                pixels = self.images.gather(index, self.device)
+                images = normalise(pixels, groups, batch.draws).to(dtype)
+                opinion = None
+                if method.consults:
+                    with torch.no_grad():
+                        opinion = self.model.apply({**start, **constant}, images)
+                batch = batch._replace(inputs=inputs(batch, groups, opinion))
+                outputs = self.model.apply({**params, **constant}, images, batch.inputs)
+                values, carry = loss(outputs, batch, groups, carry)
                 optimiser.zero_grad()
                 torch.autograd.backward(values.sum())
-                optimiser.step()
+                self._step(optimiser, params, start, message, groups, carry)
                 losses[:width] += values.detach()
                 tick(step + 1, len(plan.index))
-        return names, losses, plan.steps
+        return losses, plan.steps
+
+    @torch.no_grad()
+    def _step(
+        self,
+        optimiser: torch.optim.Optimizer,
+        params: Tensors,
+        start: Tensors,
+        message: StackedMessage,
+        groups: Mapping[str, Tensors],
+        carry: Tensors,
+    ) -> None:
+        """One step of the optimiser, with the method's pull and limit on the gradient."""
+        method = self.method
+        pull = over_clients(method.pull, (0, 0, message.dims, 0))
+        if not method.pull_after_step:
+            for name, gradient in pull(params, start, groups, carry).items():
+                before = params[name].grad
+                params[name].grad = gradient if before is None else before.add_(gradient)
+        if method.max_grad_norm is not None:
+            clip_gradients(list(params.values()), method.max_grad_norm)
+        optimiser.step()
+        if method.pull_after_step:
+            for name, gradient in pull(params, start, groups, carry).items():
+                params[name].sub_(gradient, alpha=self.settings.lr)
+
+    def _draws(self, generators: Sequence[torch.Generator]) -> Tensors:
+        """What the method draws for one step, stacked; padding rows draw too."""
+        drawn = [self.method.draw(g, self.settings.batch_size) for g in generators]
+        return {name: tensor.to(self.device) for name, tensor in stack(drawn).items()}
+
+    def _epochs(self, round: int, client: int) -> Index:
+        """(E, n_k) image indices, each epoch in its own random order."""
+        rng = numpy_rng(self.seed, "order", round, client)
+        own = self.clients[client]
+        return np.stack([rng.permutation(own) for _ in range(self.settings.epochs)])
+
+    # -- passes over the data ---------------------------------------------------------------------
 
     @torch.no_grad()
     def _sweep(
-        self, sweep: Sweep, clients: Sequence[int], message: StackedMessage, tensors: Tensors
+        self,
+        sweep: Sweep,
+        round: int,
+        clients: Sequence[int],
+        messages: Mapping[int, Record],
+        tensors: Tensors,
     ) -> Tensors:
         """One pass over each client's data in stored order, with its own parameters."""
-        plan = plan_batches([self.clients[k][None] for k in clients], self.sweep_batch)
-        carry = {n: t.to(self.device) for n, t in stack([sweep.start() for _ in clients]).items()}
+        message = StackedMessage([messages[k] for k in clients])
+        plan = plan_batches([self._seen(sweep, round, k)[None] for k in clients], self.sweep_batch)
+        draws = self._sweep_draws(sweep, round, clients, plan)
+        carry = stack([sweep.start(unstack(tensors, m)) for m in range(len(clients))])
+        carry = {name: tensor.to(self.device) for name, tensor in carry.items()}
         fold = torch.vmap(sweep.fold)
-        normalise = over_clients(self.method.normalise, (0, message.dims))
-        dtype = next(iter(tensors.values())).dtype
         for first, last, width in plan.segments():
             params, groups = narrow(tensors, width), message.first(width)
             part = narrow(carry, width)
             for step in range(first, last):
                 index = self._index(plan, step, width, trim=True)
-                batch = self._batch(index)
-                values = batch.labels
-                if sweep.reads == "outputs":
-                    inputs = normalise(self.images.gather(index, self.device), groups)
-                    values = self.model.apply(params, inputs.to(dtype))
+                rows = slice(step * self.sweep_batch, step * self.sweep_batch + index.shape[1])
+                batch = self._batch(index, {})
+                batch = batch._replace(draws={n: t[:width, rows] for n, t in draws.items()})
+                values = self._values(sweep, params, message, groups, index, batch)
                 part = fold(part, values, batch)
             for name, value in part.items():
                 carry[name][:width] = value
-        return torch.vmap(sweep.finish)(carry)
+        return torch.vmap(sweep.finish)(carry, tensors)
+
+    def _values(
+        self,
+        sweep: Sweep,
+        params: Tensors,
+        message: StackedMessage,
+        groups: Mapping[str, Tensors],
+        index: Tensor,
+        batch: Batch,
+    ) -> Tensor | Tensors:
+        """What a sweep reads of one batch."""
+        if sweep.reads == "labels":
+            return batch.labels
+        pixels = self.images.gather(index, self.device)
+        if sweep.reads == "images":
+            return pixels
+        dtype = next(iter(params.values())).dtype
+        normalise = over_clients(self.method.normalise, (0, message.dims, 0))
+        images = normalise(pixels, groups, {}).to(dtype)
+        whole = {**params, **self._fixed(len(index), dtype)}
+        if sweep.reads == "features":
+            return self.model.features(whole, images)
+        if sweep.reads == "gradients":
+            return self._gradients(sweep, params, images, batch)
+        return self.model.apply(whole, images)
+
+    def _gradients(self, sweep: Sweep, params: Tensors, images: Tensor, batch: Batch) -> Tensors:
+        """One gradient per image, (M, B, ...): each image is a client of the stacked model."""
+        assert sweep.objective is not None, "a sweep over gradients needs an objective"
+        clients, rows = images.shape[:2]
+        single = images.flatten(0, 1).unsqueeze(1)
+        with torch.enable_grad():
+            leaves = {
+                name: t.unsqueeze(1).expand(clients, rows, *t.shape[1:]).flatten(0, 1).detach()
+                for name, t in params.items()
+            }
+            for leaf in leaves.values():
+                leaf.requires_grad_()
+            whole = {**leaves, **self._fixed(len(single), images.dtype)}
+            outputs = self.model.apply(whole, single).view(clients, rows, -1)
+            total = sweep.objective(outputs, batch).sum()
+            # A parameter the outputs do not depend on has gradient zero, not none.
+            found = torch.autograd.grad(total, list(leaves.values()), materialize_grads=True)
+        return {
+            name: gradient.view(clients, rows, *gradient.shape[1:])
+            for name, gradient in zip(leaves, found, strict=True)
+        }
+
+    def _sweep_stacks(
+        self, sweep: Sweep, clients: Sequence[int], params: Tensors
+    ) -> Iterator[slice]:
+        """Parts of the stack that a sweep takes at a time: per-image gradients need room."""
+        width = len(clients)
+        if sweep.reads == "gradients":
+            numbers = sum(t[0].numel() * t.element_size() for t in params.values())
+            room = GRADIENT_BYTES.get(self.device.type, GRADIENT_BYTES["cpu"])
+            width = max(1, room // (numbers * self.sweep_batch))
+        for first in range(0, len(clients), width):
+            yield slice(first, first + width)
+
+    def _seen(self, sweep: Sweep, round: int, client: int) -> Index:
+        """The images of a client that a sweep looks at, in stored order."""
+        own = self.clients[client]
+        if sweep.limit is None or len(own) <= sweep.limit:
+            return own
+        rng = numpy_rng(self.seed, "sweep", round, client)
+        return np.sort(rng.choice(own, sweep.limit, replace=False))
+
+    def _sweep_draws(self, sweep: Sweep, round: int, clients: Sequence[int], plan: Plan) -> Tensors:
+        """What a sweep draws, (M, S · B, ...) each, every client from a generator of its own."""
+        if sweep.draw is None:
+            return {}
+        rows = len(plan.index) * self.sweep_batch
+        drawn = []
+        for m, k in enumerate(clients):
+            images = int((plan.index[:, m] >= 0).sum())
+            own = sweep.draw(torch_rng(self.seed, "sweep draws", round, k), images)
+            drawn.append(
+                {
+                    n: torch.cat([t, t.new_zeros(rows - images, *t.shape[1:])])
+                    for n, t in own.items()
+                }
+            )
+        return {name: tensor.to(self.device) for name, tensor in stack(drawn).items()}
+
+    # -- batches ----------------------------------------------------------------------------------
 
     def _index(self, plan: Plan, step: int, width: int, trim: bool = False) -> Tensor:
         """Image indices (width, B) of a step; trimmed, without rows that all clients only pad."""
@@ -169,90 +320,37 @@ class Cohort:
             index = index[:, (index >= 0).any(axis=0)]
         return torch.from_numpy(index).to(self.device)
 
-    def _batch(self, index: Tensor) -> Batch:
+    def _batch(self, index: Tensor, weights: Tensors) -> Batch:
+        """Labels and masks at ``index``; ``weights`` only where a loss is trained."""
         rows = (index >= 0).float()
         counted = rows.unsqueeze(-1).expand(*index.shape, self.labels.shape[1])
         if self.known is not None:
             counted = counted * self.known[index]
-        return Batch(self.labels[index], rows, counted)
+        if "label" in weights:
+            counted = counted * weights["label"].unsqueeze(-2)
+        return Batch(self.labels[index].float(), rows, counted, weights.get("positive", ()))
 
-    def _epochs(self, round: int, client: int) -> Index:
-        """(E, n_k) image indices, each epoch in its own random order."""
-        rng = numpy_rng(self.seed, "order", round, client)
-        own = self.clients[client]
-        return np.stack([rng.permutation(own) for _ in range(self.settings.epochs)])
+    def _label_weights(self, clients: Sequence[int]) -> Tensors:
+        """Per client (M, C): the factor on positives and, where settings ask, on absent labels."""
+        settings, counts = self.method.task.loss, [self._counts(k) for k in clients]
+        weights = {"positive": torch.stack([positive_weights(settings, *c) for c in counts])}
+        if settings.absent_label_weight != 1.0:
+            weights["label"] = torch.stack([label_weights(settings, c[0]) for c in counts])
+        return weights
 
-    def _optimiser(
-        self, leaves: list[Tensor], previous: torch.optim.Optimizer | None
-    ) -> torch.optim.Optimizer:
-        """Adam on the clients still training; it goes on where ``previous`` stood."""
-        optimiser = torch.optim.Adam(
-            leaves, lr=self.settings.lr, weight_decay=self.settings.weight_decay, fused=True
-        )
-        if previous is not None:
-            before = previous.param_groups[0]["params"]
-            for leaf, old in zip(leaves, before, strict=True):
-                optimiser.state[leaf] = {
-                    name: value[: len(leaf)] if value.dim() else value
-                    for name, value in previous.state[old].items()
-                }
-        return optimiser
+    def _counts(self, client: int) -> tuple[Tensor, Tensor]:
+        """A client's positives and negatives per label (C,), among its known labels."""
+        index = torch.from_numpy(self.clients[client]).to(self.device)
+        positive = self.labels[index].bool()
+        known = torch.ones_like(positive) if self.known is None else self.known[index]
+        return (positive & known).sum(0), (~positive & known).sum(0)
 
-    def view(self, client: int) -> ClientView:
-        """What a client knows of its own data."""
-        return ClientView(len(self.clients[client]), self.positives[client])
+    def _fixed(self, width: int, dtype: torch.dtype) -> Tensors:
+        """The frozen tensors of a stack, without a copy."""
+        return expand({name: t.to(dtype) for name, t in self.frozen.items()}, width)
 
-
-def over_clients(function: Callable[..., Any], dims: tuple[Any, ...]) -> Callable[..., Any]:
-    """A function of one client as a function of a stack of clients; ``dims`` as for vmap."""
-    return function if getattr(function, "stacked", False) else torch.vmap(function, in_dims=dims)
-
-
-def narrow(tensors: Mapping[str, Tensor], width: int) -> Tensors:
-    """The first ``width`` clients of stacked tensors, as views."""
-    return {name: tensor[:width] for name, tensor in tensors.items()}
-
-
-class StackedMessage:
-    """The messages of a stack of clients; parts that are the same object for all stay single.
-
-    The model itself (parameters and buffers) is kept apart from the method's own groups, which are
-    what its client functions see.
-
-    Attributes:
-        dims: per own group and name the client axis for ``torch.vmap``: 0, or None if shared.
-    """
-
-    def __init__(self, messages: Sequence[Record]) -> None:
-        self._size = len(messages)
-        self._groups: dict[str, Tensors] = {}
-        self._shared: dict[str, dict[str, bool]] = {}
-        for group, members in messages[0].groups.items():
-            self._groups[group], self._shared[group] = {}, {}
-            for name, tensor in members.items():
-                own = [message.groups[group][name] for message in messages]
-                shared = all(other is tensor for other in own)
-                self._groups[group][name] = tensor if shared else torch.stack(own)
-                self._shared[group][name] = shared
-        self._own = [group for group in self._groups if group not in (PARAMS, BUFFERS)]
-        self.dims = {
-            group: {name: None if one else 0 for name, one in self._shared[group].items()}
-            for group in self._own
-        }
-
-    def stacked(self, group: str) -> Tensors:
-        """A group's tensors with their client axis (shared ones are expanded, not copied)."""
-        return {
-            name: t.unsqueeze(0).expand(self._size, *t.shape) if self._shared[group][name] else t
-            for name, t in self._groups.get(group, {}).items()
-        }
-
-    def first(self, width: int) -> dict[str, Tensors]:
-        """The own groups of the first ``width`` clients."""
-        return {
-            group: {
-                name: t if self._shared[group][name] else t[:width]
-                for name, t in self._groups[group].items()
-            }
-            for group in self._own
-        }
+    def view(self, client: int, round: int) -> ClientView:
+        """What a client knows when a round begins."""
+        memory = self.memory.read(client, before=round)
+        kept = {name: tensor.to(self.device) for name, tensor in memory.items()}
+        return ClientView(len(self.clients[client]), self._counts(client)[0], kept)

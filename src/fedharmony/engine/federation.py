@@ -97,7 +97,6 @@ class Federation:
     settings: FederationSettings
     seed: int
     epochs: int
-    frozen: frozenset[str] = frozenset()
 
     def run(
         self,
@@ -145,10 +144,9 @@ class Federation:
         """Groups, names and shapes that a reply of this stage must have."""
         shapes: dict[str, Mapping[str, tuple[int, ...]]] = {}
         if stage.train:
-            params = state.get(PARAMS).items()
-            shapes[PARAMS] = {n: tuple(t.shape) for n, t in params if n not in self.frozen}
+            shapes[PARAMS] = {n: tuple(t.shape) for n, t in state.get(PARAMS).items()}
         if stage.sweep is not None:
-            shapes[stage.sweep.group] = stage.sweep.shapes
+            shapes[stage.sweep.group] = stage.sweep.shapes(state.get(PARAMS))
         return shapes
 
     def _enforce_limit(self, stage: Stage, round: int, asked: int, tally: Tally) -> None:

@@ -6,6 +6,7 @@ import time
 from collections.abc import Callable
 from contextlib import suppress
 from dataclasses import asdict, dataclass, replace
+from functools import cached_property
 from pathlib import Path
 from typing import Any
 
@@ -17,6 +18,7 @@ from fedharmony.data.base import DataSet, LabelledImages, TensorImages, datasets
 from fedharmony.engine.checkpoint import digest
 from fedharmony.engine.cohort import Cohort
 from fedharmony.engine.federation import Event, Federation
+from fedharmony.engine.memory import ClientMemory
 from fedharmony.engine.sampling import cohort_size, draw_schedule
 from fedharmony.errors import ConfigError, FedHarmonyError
 from fedharmony.experiments.folder import RunFolder, jsonable
@@ -34,7 +36,7 @@ from fedharmony.partition.base import Partition, splitters
 from fedharmony.partition.report import split_report
 from fedharmony.rng import torch_rng
 from fedharmony.transport.inprocess import InProcess
-from fedharmony.types import BUFFERS, PARAMS, Record, Tensors
+from fedharmony.types import BUFFERS, FROZEN, PARAMS, Record, Tensors
 
 Observer = Callable[[Event], None]
 Results = dict[str, Any]
@@ -91,13 +93,21 @@ class Assembly:
     schedule: list[list[int]]
     device: torch.device
 
+    @cached_property
+    def parameters(self) -> tuple[Tensors, Tensors]:
+        """The initial model: what is trained, and what is frozen."""
+        seed = self.settings.model.common.seed
+        return self.model.divide(self.model.init(torch_rng(seed, "model")))
+
     def initial_state(self) -> Record:
         """The server's state before round 0."""
-        seed = self.settings.model.common.seed
-        params = self.model.init(torch_rng(seed, "model"))
-        return self.method.init_state(params, self.model.init_buffers()).to(self.device)
+        trained, frozen = self.parameters
+        state = self.method.init_state(trained, self.model.init_buffers())
+        return (state.replace({FROZEN: frozen}) if frozen else state).to(self.device)
 
-    def federation(self, tick: Callable[[int, int, int], None] | None = None) -> Federation:
+    def federation(
+        self, memory: ClientMemory, tick: Callable[[int, int, int], None] | None = None
+    ) -> Federation:
         """The round loop over in-process clients."""
         engine = self.settings.engine
         train = self.data.train
@@ -110,6 +120,8 @@ class Assembly:
             self.settings.run.seed,
             self.device,
             engine.sweep_batch,
+            self.parameters[1],
+            memory,
         )
         stack = engine.stack or DEFAULT_STACK.get(self.device.type, 1)
         return Federation(
@@ -119,18 +131,18 @@ class Assembly:
             settings=self.settings.federation,
             seed=self.settings.run.seed,
             epochs=self.settings.train.epochs,
-            frozen=self.model.head.frozen,
         )
 
     @torch.no_grad()
     def evaluate(self, state: Record) -> Evaluation:
         """The global model on the pooled test set."""
         store, test = ScoreStore(), self.data.test
-        params = {n: t.unsqueeze(0) for g in (PARAMS, BUFFERS) for n, t in state.get(g).items()}
+        groups, message = (PARAMS, FROZEN, BUFFERS), self.method.evaluation(state)
+        params = {n: t.unsqueeze(0) for g in groups for n, t in state.get(g).items()}
         for start in range(0, len(test), EVAL_BATCH):
             index = torch.arange(start, min(start + EVAL_BATCH, len(test)))
             images = test.images.gather(index, self.device)
-            inputs = self.method.normalise(images, {})
+            inputs = self.method.normalise(images, message, {})
             outputs = self.model.apply(params, inputs.unsqueeze(0))[0]
             scores = self.method.predict(outputs.float(), state)
             known = None if test.known is None else test.known[start : start + EVAL_BATCH]
@@ -168,14 +180,20 @@ def assemble(
     backbone = models[settings.model.common.name](
         settings.model.own, InputSpec(*data.train.images.shape)
     )
-    run, federation = settings.run, settings.federation
+    run, train, federation = settings.run, settings.train, settings.federation
     task = Task(
         classes=len(data.classes),
         clients=len(partition.indices),
         rounds=run.rounds,
-        batch_size=settings.train.batch_size,
-        epochs=settings.train.epochs,
+        batch_size=train.batch_size,
+        epochs=train.epochs,
         seed=run.seed,
+        width=backbone.width,
+        lr=train.lr,
+        optimiser=train.optimiser,
+        momentum=train.momentum,
+        loss=settings.loss,
+        labels=data.classes,
         average=federation.average,
         mean=backbone.mean,
         std=backbone.std,
@@ -256,6 +274,8 @@ def _rounds(
     """Run the remaining rounds, and leave events, checkpoints and results in the folder."""
     settings, began = assembly.settings, time.perf_counter()
     latest: list[Evaluation] = []
+    memory = ClientMemory(folder["memory"], settings.engine.memory_mb * 2**20)
+    memory.rewind(first)
 
     def record(event: Event) -> None:
         folder.append(event)
@@ -267,13 +287,14 @@ def _rounds(
             latest[:] = [assembly.evaluate(state)]
             record(latest[0].event(round, time.perf_counter() - clock))
         folder.save_state(round + 1, state, settings)
+        memory.commit(round + 1)
 
     def tick(round: int, done: int, total: int) -> None:
         observe({"event": "progress", "round": round, "done": done, "total": total})
 
     record(start_event(assembly, first))
     try:
-        state = assembly.federation(tick).run(state, first, record, after_round)
+        state = assembly.federation(memory, tick).run(state, first, record, after_round)
     except (KeyboardInterrupt, FedHarmonyError) as error:
         stopped = isinstance(error, KeyboardInterrupt)
         ending = {

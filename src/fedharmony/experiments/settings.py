@@ -5,7 +5,8 @@
 ``data``      ``name`` of the data set and its own settings
 ``split``     ``name`` of the splitter, number of clients, seed, and the splitter's own settings
 ``model``     ``name`` of the backbone, seed, and its own settings
-``train``     local training: epochs, batch size, learning rate
+``train``     local training: epochs, batch size, optimiser, learning rate
+``loss``      the task loss of all methods
 ``federation`` participation, sampling, averaging, failures
 ``methods``   one subsection per method, for instance ``[methods.fedharmony]``
 ``metrics``   options of the eight metrics
@@ -27,9 +28,10 @@ from annotated_types import Ge
 import fedharmony
 from fedharmony.config import Tree, build, keys, override, read_toml, tree_of
 from fedharmony.data.base import datasets
-from fedharmony.engine.cohort import TrainSettings
 from fedharmony.engine.federation import FederationSettings
+from fedharmony.engine.optimise import TrainSettings
 from fedharmony.errors import ConfigError, nearest
+from fedharmony.losses import LossSettings
 from fedharmony.methods.base import methods
 from fedharmony.metrics import MetricOptions
 from fedharmony.models.base import models
@@ -102,12 +104,14 @@ class EngineSettings:
         stack: clients trained at once; none chooses by device.
         sweep_batch: images per client and step in passes without gradient.
         threads: CPU threads; none keeps torch's choice.
+        memory_mb: what clients keep between rounds is on disk; this much of it also in memory.
     """
 
     device: str = "auto"
     stack: Annotated[int, Ge(1)] | None = None
     sweep_batch: Annotated[int, Ge(1)] = 32
     threads: Annotated[int, Ge(1)] | None = None
+    memory_mb: Annotated[int, Ge(0)] = 1024
 
 
 @dataclass(frozen=True)
@@ -131,6 +135,7 @@ class Settings:
     split: Component
     model: Component
     train: TrainSettings
+    loss: LossSettings
     federation: FederationSettings
     metrics: MetricOptions
     engine: EngineSettings
@@ -173,7 +178,7 @@ class Settings:
             **{name: getattr(self, name).tree() for name in ("data", "split", "model")},
             **{
                 name: tree_of(getattr(self, name))
-                for name in ("train", "federation", "metrics", "engine")
+                for name in ("train", "loss", "federation", "metrics", "engine")
             },
         }
         name = self.method_name
@@ -228,6 +233,7 @@ def compose(tree: Mapping[str, Any]) -> Settings:
         split=_component(splitters, SplitSettings, part["split"], "split"),
         model=_component(models, ModelSettings, part["model"], "model"),
         train=build(TrainSettings, part["train"], "train"),
+        loss=build(LossSettings, part["loss"], "loss"),
         federation=build(FederationSettings, part["federation"], "federation"),
         metrics=build(MetricOptions, part["metrics"], "metrics"),
         engine=build(EngineSettings, part["engine"], "engine"),

@@ -11,11 +11,16 @@ The hooks, in the order in which a round meets them::
     server  stages(round)                         usually one: "update"
             broadcast(state, round, clients)      one message per client (shared parts by reference)
     client  carry(view, message)                  what the loss carries from batch to batch
-            normalise(images, message)            uint8 -> float
+            draw(generator, images)               random numbers of one batch
+            normalise(images, message, draws)     uint8 -> float
+            inputs(batch, message, received)      what the head reads beside the image
             loss(outputs, batch, message, carry)  one batch of one client
+            pull(params, start, message, carry)   gradient of a penalty on the parameters
             sweep                                 one pass over the client's data after training
+            remember(round, reply)                what the client keeps for its next round
     server  aggregate(state, round, sent, replies)
-            predict(outputs, state)               model outputs -> scores in [0, 1] (evaluation)
+            evaluation(state)                     the message that normalise sees at evaluation
+            predict(outputs, state)               model outputs -> scores in [0, 1]
 
 Only FedAvg's behaviour is built in; a method overrides what differs.
 """
@@ -31,7 +36,7 @@ import torch
 from torch import Tensor
 
 from fedharmony.aggregate import ModelMean
-from fedharmony.losses import Batch, binary_cross_entropy
+from fedharmony.losses import Batch, LossSettings, task_loss
 from fedharmony.models.base import Head
 from fedharmony.models.heads import LinearHead
 from fedharmony.registry import Registry
@@ -53,6 +58,12 @@ class Task:
     batch_size: int
     epochs: int
     seed: int
+    width: int
+    lr: float
+    optimiser: Literal["adam", "sgd", "momentum"] = "adam"
+    momentum: float = 0.9
+    loss: LossSettings = field(default_factory=LossSettings)
+    labels: tuple[str, ...] = ()
     average: Literal["size", "uniform"] = "size"
     mean: tuple[float, float, float] = (0.5, 0.5, 0.5)
     std: tuple[float, float, float] = (0.5, 0.5, 0.5)
@@ -60,35 +71,55 @@ class Task:
 
 @dataclass(frozen=True)
 class ClientView:
-    """What a client knows of its own data: its size and its positives per label (C,)."""
+    """What a client knows when a round begins.
+
+    Attributes:
+        examples: n_k, the number of its images.
+        positives: (C,) its positives per label.
+        memory: what :meth:`Method.remember` kept when it last took part; empty the first time.
+    """
 
     examples: int
     positives: Tensor
+    memory: Mapping[str, Tensor] = field(default_factory=dict)
+
+
+#: What a sweep is shown of each batch, beside its labels.
+Reads = Literal["outputs", "labels", "features", "images", "gradients"]
 
 
 @dataclass(frozen=True)
 class Sweep:
-    """One pass over a client's whole data: evaluation mode, no augmentation, no gradient.
+    """One pass over a client's data: evaluation mode, no augmentation, no training.
 
     ``fold`` sees one batch of one client; padding rows have ``batch.rows == 0``. The result of
     ``finish`` is sent to the server as the group ``group``.
 
     Attributes:
         group: name of the group in the reply.
-        reads: what ``fold`` is given beside the batch: the model's ``outputs`` (B, C), or the
-            ``labels`` themselves, which spares the forward pass.
-        start: the initial carry of a client.
+        reads: what ``fold`` is given beside the batch: the model's ``outputs`` (B, C); the
+            ``labels`` (B, C), which spares the forward pass; the backbone's ``features`` (B, D);
+            the ``images`` (B, channels, H, W) as uint8; or ``gradients``: per parameter (B, ...),
+            one gradient of ``objective`` for each image.
+        start: ``params -> carry``, the initial carry of a client with these parameters.
         fold: ``(carry, values, batch) -> carry``.
-        finish: ``carry -> tensors``.
-        shapes: shape of each tensor of the result, so that a wrong reply is refused.
+        finish: ``(carry, params) -> tensors``.
+        shapes: ``params -> shapes``: what the result looks like, so that a wrong reply is refused.
+        objective: for ``gradients``: outputs (..., B, C) and their batch to values (..., B).
+        limit: look at no more than this many images of a client, drawn anew each round.
+        draw: ``(generator, images) -> draws`` for all images of one client, handed to ``fold`` and
+            ``objective`` as ``batch.draws``.
     """
 
     group: str
-    reads: Literal["outputs", "labels"]
-    start: Callable[[], Tensors]
-    fold: Callable[[Tensors, Tensor, Batch], Tensors]
-    finish: Callable[[Tensors], Tensors]
-    shapes: Mapping[str, tuple[int, ...]]
+    reads: Reads
+    start: Callable[[Mapping[str, Tensor]], Tensors]
+    fold: Callable[[Tensors, Any, Batch], Tensors]
+    finish: Callable[[Tensors, Mapping[str, Tensor]], Tensors]
+    shapes: Callable[[Mapping[str, Tensor]], Mapping[str, tuple[int, ...]]]
+    objective: Callable[[Tensor, Batch], Tensor] | None = None
+    limit: int | None = None
+    draw: Callable[[torch.Generator, int], Tensors] | None = None
 
 
 @dataclass(frozen=True)
@@ -166,10 +197,23 @@ class Method:
     Config: ClassVar[type[Any]]
     #: Named bundles of settings; the first is the default, ``name:preset`` selects another.
     presets: ClassVar[Mapping[str, Mapping[str, Any]]] = {"default": {}}
+    #: One setting and the values ``fedharmony tune`` tries for it.
+    search: ClassVar[Mapping[str, Sequence[Any]]] = {}
+    #: Whether the received model scores each batch, without gradient, for :meth:`inputs`.
+    consults: bool = False
+    #: Whether :meth:`pull` moves parameters after the optimiser's step instead of entering it.
+    pull_after_step: bool = False
+    #: Largest norm of a client's gradient; None leaves it alone.
+    max_grad_norm: float | None = None
 
     def __init__(self, config: Any, task: Task) -> None:
         self.config = config
         self.task = task
+
+    @classmethod
+    def suffix(cls, config: Any) -> str:
+        """Added to the name wherever results are shown, for settings that change what it means."""
+        return ""
 
     # -- model ------------------------------------------------------------------------------------
 
@@ -195,8 +239,11 @@ class Method:
     # -- client -----------------------------------------------------------------------------------
 
     @stacked
-    def normalise(self, images: Tensor, message: Groups) -> Tensor:
-        """Images (B, 3, H, W) uint8 to the float input the backbone expects."""
+    def normalise(self, images: Tensor, message: Groups, draws: Mapping[str, Tensor]) -> Tensor:
+        """Images (B, 3, H, W) uint8 to the float input the backbone expects.
+
+        ``draws`` is empty outside of training.
+        """
         mean, std = (
             _constant(self.task.mean, images.device),
             _constant(self.task.std, images.device),
@@ -207,16 +254,51 @@ class Method:
         """What a client's loss carries from batch to batch, at the start of a round."""
         return {}
 
+    def draw(self, generator: torch.Generator, images: int) -> Tensors:
+        """The random numbers of one batch of one client, (images, ...) each, on the CPU.
+
+        Called once per step with a generator of this client and round alone, so that neither the
+        other clients nor the device change what is drawn.
+        """
+        return {}
+
+    @stacked
+    def inputs(self, batch: Batch, message: Groups, received: Tensor | None) -> Tensors:
+        """What the head reads beside the image, (B, ...) each; the loss finds it in its batch.
+
+        ``received`` holds the received model's outputs (B, C) if the method ``consults`` it.
+        """
+        return {}
+
     @stacked
     def loss(
         self, outputs: Tensor, batch: Batch, message: Groups, carry: Tensors
     ) -> tuple[Tensor, Tensors]:
         """Loss of one batch of one client, and the carry for the next batch."""
-        return binary_cross_entropy(outputs, batch), carry
+        return task_loss(self.task.loss, outputs, batch), carry
+
+    @stacked
+    def pull(
+        self,
+        params: Mapping[str, Tensor],
+        start: Mapping[str, Tensor],
+        message: Groups,
+        carry: Tensors,
+    ) -> Tensors:
+        """Gradient of a penalty on the parameters, by name; what is left out is not pulled.
+
+        ``start`` is the received model. Given as a gradient because every penalty so far is
+        elementwise: no graph, and one pass over the parameters.
+        """
+        return {}
 
     def sweep(self) -> Sweep | None:
         """The pass over local data that follows training, if the method needs one."""
         return None
+
+    def remember(self, round: int, reply: Record) -> Tensors:
+        """What a client keeps until it next takes part, from what it just sent; {} is nothing."""
+        return {}
 
     # -- server, after ----------------------------------------------------------------------------
 
@@ -236,6 +318,10 @@ class Method:
         return Outcome(mean.update(state), {k: w / total for k, w in weights.items()})
 
     # -- evaluation -------------------------------------------------------------------------------
+
+    def evaluation(self, state: Record) -> Groups:
+        """The message that ``normalise`` sees when the global model is evaluated."""
+        return {}
 
     def predict(self, outputs: Tensor, state: Record) -> Tensor:
         """Scores in [0, 1] from the model's outputs."""

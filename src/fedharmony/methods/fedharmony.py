@@ -36,7 +36,7 @@ from fedharmony import correlation as corr
 from fedharmony.aggregate import ModelMean
 from fedharmony.consensus import Consensus, consolidate
 from fedharmony.errors import ConfigError
-from fedharmony.losses import Batch, binary_cross_entropy
+from fedharmony.losses import Batch, task_loss
 from fedharmony.methods.base import (
     ClientView,
     Groups,
@@ -183,7 +183,7 @@ class FedHarmony(Method):
         """p̂_k and R_k over the whole local set; ``labels`` instead of scores for a cold start."""
         classes = self.task.classes
 
-        def start() -> Tensors:
+        def start(params: Mapping[str, Tensor]) -> Tensors:
             zeros = torch.zeros(classes + 1, classes, dtype=torch.float64)
             return {"rows": torch.zeros((), dtype=torch.float64), "sums": zeros}
 
@@ -194,14 +194,14 @@ class FedHarmony(Method):
             sums = torch.cat([scores.sum(-2, keepdim=True), joint], dim=-2)
             return {"rows": carry["rows"] + batch.rows.sum(-1), "sums": carry["sums"] + sums}
 
-        def finish(carry: Tensors) -> Tensors:
+        def finish(carry: Tensors, params: Mapping[str, Tensor]) -> Tensors:
             moments = corr.Moments(carry["sums"] / carry["rows"].clamp(min=1.0))
             matrix = corr.correlation(moments, **self.options)
             return {"upper": corr.pack_upper(matrix).float(), "marginal": moments.first.float()}
 
         triangle = classes * (classes + 1) // 2
         shapes = {"upper": (triangle,), "marginal": (classes,)}
-        return Sweep(CORRELATION, reads, start, fold, finish, shapes)
+        return Sweep(CORRELATION, reads, start, fold, finish, lambda params: shapes)
 
     def stages(self, round: int) -> Sequence[Stage]:
         """``update``; before it, in round 0 or each round, ``correlate`` where a setting asks."""
@@ -311,9 +311,9 @@ class FedHarmony(Method):
         self, outputs: Tensor, batch: Batch, message: Groups, carry: Tensors
     ) -> tuple[Tensor, Tensors]:
         """BCE + λ_t Ψ(R̃, R*_k), R̃ from running moments with the gradient of this batch."""
-        task_loss = binary_cross_entropy(outputs, batch)
+        fit = task_loss(self.task.loss, outputs, batch)
         if not self._aligns(message):
-            return task_loss, carry
+            return fit, carry
         moments = corr.score_moments(outputs.sigmoid(), batch.rows)
         if self.config.estimator == "running":
             before = corr.RunningMoments(corr.Moments(carry["moments"]), carry["started"])
@@ -324,7 +324,7 @@ class FedHarmony(Method):
         )
         teacher = message[TEACHER]
         misfit = self.discrepancy(local, teacher["matrix"], carry["pairs"])
-        return task_loss + teacher["weight"] * misfit, carry
+        return fit + teacher["weight"] * misfit, carry
 
     def discrepancy(self, matrix: Tensor, teacher: Tensor, pairs: Tensor) -> Tensor:
         """Ψ over the included pairs of labels."""

@@ -57,6 +57,8 @@ class Backbone(ABC):
     Config: ClassVar[type[Any]]
     name: ClassVar[str]
     stackable: ClassVar[bool] = True
+    #: How many of the first tokens stand for the whole image, not for a patch.
+    class_tokens: ClassVar[int] = 1
 
     width: int
     mean: tuple[float, float, float]
@@ -97,11 +99,11 @@ class Head(ABC):
     """Features to outputs; holds sizes, never tensors.
 
     Attributes:
-        reads: what :meth:`apply` is given: one vector per image, or all tokens.
-        frozen: names of parameters that are neither trained nor averaged.
+        reads: what :meth:`apply` is given: one vector per image, or one per patch.
+        frozen: names of parameters that are neither trained, averaged nor sent.
     """
 
-    reads: ClassVar[Literal["features", "tokens"]] = "features"
+    reads: ClassVar[Literal["features", "patches"]] = "features"
     frozen: frozenset[str] = frozenset()
 
     @abstractmethod
@@ -111,6 +113,10 @@ class Head(ABC):
     @abstractmethod
     def init(self, generator: torch.Generator) -> Tensors:
         """Float32 parameters of one client on the CPU."""
+
+    def embed(self, params: Mapping[str, Tensor], features: Tensor) -> Tensor:
+        """What the classifier itself sees of the features (M, B, D): the same unless overridden."""
+        return features
 
     @abstractmethod
     def apply(
@@ -123,7 +129,7 @@ class Head(ABC):
 
         Args:
             params: parameters of the whole model, with their client axis.
-            features: (M, B, D), or (M, B, N, D) if the head reads tokens.
+            features: (M, B, D), or (M, B, N, D) if the head reads patches.
             inputs: whatever else the head reads, (M, B, ...) each, for instance known labels.
         """
 
@@ -139,8 +145,9 @@ class Model:
     >>> clients = [model.init(torch.Generator().manual_seed(seed)) for seed in range(4)]
     >>> model.apply(stack(clients), torch.zeros(4, 2, 3, 16, 16)).shape
     torch.Size([4, 2, 5])
-    >>> model.trainable(clients[0])[-2:], model.num_parameters
-    (['head.weight', 'head.bias'], 2525)
+    >>> trained, frozen = model.divide(clients[0])
+    >>> list(trained)[-2:], frozen, model.num_parameters
+    (['head.weight', 'head.bias'], {}, 2525)
     """
 
     backbone: Backbone
@@ -163,9 +170,17 @@ class Model:
         """Tensors of one client that are not trained."""
         return self.backbone.init_buffers()
 
-    def trainable(self, params: Mapping[str, Tensor]) -> list[str]:
-        """The names in ``params`` that are trained and averaged, in order."""
-        return [name for name in params if name not in self.head.frozen]
+    def divide(self, params: Mapping[str, Tensor]) -> tuple[Tensors, Tensors]:
+        """What is trained, averaged and sent; and what is frozen."""
+        frozen = self.head.frozen
+        return (
+            {name: tensor for name, tensor in params.items() if name not in frozen},
+            {name: tensor for name, tensor in params.items() if name in frozen},
+        )
+
+    def features(self, params: Mapping[str, Tensor], images: Tensor) -> Tensor:
+        """What the classifier sees of each image, one vector (M, B, ·) per image."""
+        return self.head.embed(params, self.backbone.features(params, images))
 
     def apply(
         self,
@@ -183,8 +198,10 @@ class Model:
             inputs: what else the head reads, (M, B, ...) each.
         """
         backbone, head = self.backbone, self.head
-        read = backbone.features if head.reads == "features" else backbone.tokens
-        return head.apply(params, read(params, images), inputs)
+        if head.reads == "features":
+            return head.apply(params, backbone.features(params, images), inputs)
+        patches = backbone.tokens(params, images)[:, :, backbone.class_tokens :]
+        return head.apply(params, patches, inputs)
 
 
 def stack(clients: Sequence[Mapping[str, Tensor]]) -> Tensors:
@@ -252,6 +269,44 @@ def layer_norm(x: Tensor, weight: Tensor, bias: Tensor, eps: float) -> Tensor:
         return F.layer_norm(x, width, _shared(weight), _shared(bias), eps)
     normed = F.layer_norm(x.flatten(1, -2), width, eps=eps)
     return torch.addcmul(bias.unsqueeze(1), normed, weight.unsqueeze(1)).view(x.shape)
+
+
+def dropout(x: Tensor, rate: float, seeds: Tensor, place: int) -> Tensor:
+    """Dropout whose mask depends on (seed of the row, place, position) alone.
+
+    A mask drawn from a generator would change with the number of clients in the stack, and between
+    devices. Here each position hashes its own number: the same on every device, in every stack.
+
+    >>> x, seeds = torch.ones(1, 2, 4000), torch.tensor([[7, 8]])
+    >>> kept = dropout(x, 0.25, seeds, place=0)
+    >>> kept.unique().tolist(), bool((kept[0, 0] == kept[0, 1]).all())
+    ([0.0, 1.3333333730697632], False)
+    >>> bool((kept > 0).float().mean().sub(0.75).abs() < 0.02)
+    True
+
+    Args:
+        x: (M, B, ...).
+        rate: chance that an entry becomes 0; the others are divided by 1 − rate.
+        seeds: (M, B) int64 below 2³¹.
+        place: tells uses of the same seeds apart.
+
+    Returns:
+        as ``x``.
+    """
+    if rate == 0.0:
+        return x
+    size = math.prod(x.shape[2:])
+    count = torch.arange(size, dtype=torch.int32, device=x.device)
+    word = (_mixed(seeds + place * 0x9E3779B1)[..., None] + count) & 0xFFFFFFFF
+    kept = (_mixed(word) & 0xFFFFFF) >= round(rate * 2**24)
+    return x * (kept.view(x.shape).to(x.dtype) / (1.0 - rate))
+
+
+def _mixed(word: Tensor) -> Tensor:
+    """A 32-bit hash of whole numbers (multiply and fold), in int64 without overflow."""
+    for multiplier in (0x7FEB352D, 0x846CA68B):
+        word = ((word ^ (word >> 16)) * multiplier) & 0xFFFFFFFF
+    return word ^ (word >> 16)
 
 
 def attention(query: Tensor, key: Tensor, value: Tensor) -> Tensor:

@@ -6,6 +6,7 @@ from collections.abc import Mapping
 from dataclasses import dataclass
 
 import torch
+import torch.nn.functional as F
 from torch import Tensor
 
 from fedharmony.models.base import Head, Shapes, linear
@@ -47,3 +48,76 @@ class LinearHead(Head):
     ) -> Tensor:
         """Logits (M, B, C) from features (M, B, D)."""
         return linear(features, params["head.weight"], params["head.bias"])
+
+
+@dataclass(frozen=True)
+class SphereHead(Head):
+    """Cosines between unit features and frozen orthonormal directions: ``o = W φ/‖φ‖ + b``.
+
+    W and b (zero at first) are never trained and never sent: everybody draws them from the model's
+    seed. A later calibration may replace them.
+
+    >>> head = SphereHead(width=4, classes=3)
+    >>> weight = head.init(torch.Generator().manual_seed(0))["head.weight"]
+    >>> torch.allclose(weight @ weight.T, torch.eye(3), atol=1e-6)
+    True
+
+    Attributes:
+        width: feature width D.
+        classes: number of labels C, at most the dimension of the sphere.
+        projection: dimension of the sphere where a trained linear map leads to it; none means D.
+    """
+
+    width: int
+    classes: int
+    projection: int | None = None
+
+    frozen = frozenset({"head.weight", "head.bias"})
+
+    def shapes(self) -> Shapes:
+        """``head.weight`` (C, L), ``head.bias`` (C,), and ``head.project.weight`` (L, D) if any."""
+        sphere = self.projection or self.width
+        shapes: Shapes = {"head.weight": (self.classes, sphere), "head.bias": (self.classes,)}
+        if self.projection:
+            shapes["head.project.weight"] = (sphere, self.width)
+        return shapes
+
+    def init(self, generator: torch.Generator) -> Tensors:
+        """Orthonormal rows from the QR decomposition of a Gaussian matrix, uniform in direction."""
+        sphere = self.projection or self.width
+        params = {"head.weight": orthonormal_rows(self.classes, sphere, generator)}
+        params["head.bias"] = torch.zeros(self.classes)
+        if self.projection:
+            weight = torch.empty(sphere, self.width)
+            torch.nn.init.trunc_normal_(weight, std=self.width**-0.5, generator=generator)
+            params["head.project.weight"] = weight
+        return params
+
+    def embed(self, params: Mapping[str, Tensor], features: Tensor) -> Tensor:
+        """Unit vectors z (M, B, L)."""
+        if self.projection:
+            features = features @ params["head.project.weight"].mT
+        return F.normalize(features, dim=-1)
+
+    def apply(
+        self,
+        params: Mapping[str, Tensor],
+        features: Tensor,
+        inputs: Mapping[str, Tensor] | None = None,
+    ) -> Tensor:
+        """Cosines (M, B, C); after a calibration, its linear scores."""
+        z = self.embed(params, features)
+        return linear(z, params["head.weight"], params["head.bias"])
+
+
+def orthonormal_rows(rows: int, width: int, generator: torch.Generator) -> Tensor:
+    """Random orthonormal rows (rows, width), rows <= width; float32.
+
+    >>> rows = orthonormal_rows(2, 3, torch.Generator().manual_seed(0))
+    >>> torch.allclose(rows @ rows.T, torch.eye(2), atol=1e-6)
+    True
+    """
+    gaussian = torch.randn(width, rows, generator=generator, dtype=torch.float64)
+    q, r = torch.linalg.qr(gaussian)
+    signed: Tensor = (q * r.diagonal().sign()).mT
+    return signed.contiguous().float()

@@ -1,0 +1,111 @@
+"""What clients keep between rounds: on disk, one file per client, with a bounded share in memory.
+
+A round that is cut short must be repeatable: what a client wrote in it must not be what it reads
+when the round is run again. Hence every version carries its round, a reader asks for what was there
+*before* a round, old versions go only once a later checkpoint stands, and a resumed run first drops
+what is newer than its checkpoint.
+"""
+
+from __future__ import annotations
+
+from collections import OrderedDict
+from collections.abc import Mapping
+from pathlib import Path
+
+from torch import Tensor
+
+from fedharmony.engine.checkpoint import load_record, save_record
+from fedharmony.types import Record, Tensors
+
+GROUP = "memory"
+
+
+class ClientMemory:
+    """The last tensors each client chose to keep.
+
+    Args:
+        folder: where versions are written, ``<client>/<round>.safetensors``; None keeps all of them
+            in memory (and nothing survives the process).
+        limit: bytes held in memory beside the files; the least recently used go first.
+
+    >>> import torch
+    >>> memory = ClientMemory()
+    >>> memory.write(3, 0, {"u": torch.ones(2)})
+    >>> memory.read(3, before=1)["u"].tolist(), memory.read(3, before=0), memory.read(4, before=9)
+    ([1.0, 1.0], {}, {})
+    """
+
+    def __init__(self, folder: Path | None = None, limit: int = 1 << 30) -> None:
+        self._folder, self._limit = folder, limit
+        self._held: OrderedDict[tuple[int, int], Tensors] = OrderedDict()
+        self._bytes = 0
+        self._rounds: dict[int, list[int]] = {}  # ascending, per client
+        if folder is not None and folder.exists():
+            for file in folder.glob("*/*.safetensors"):
+                self._rounds.setdefault(int(file.parent.name), []).append(int(file.stem))
+            for rounds in self._rounds.values():
+                rounds.sort()
+
+    def write(self, client: int, round: int, tensors: Mapping[str, Tensor]) -> None:
+        """Keep ``tensors`` as the client's version of ``round``."""
+        kept = {name: t.detach().cpu().clone() for name, t in tensors.items()}
+        rounds = self._rounds.setdefault(client, [])
+        if round not in rounds:
+            rounds.append(round)
+            rounds.sort()
+        if self._folder is not None:
+            file = self._file(client, round)
+            file.parent.mkdir(parents=True, exist_ok=True)
+            save_record(file, Record({GROUP: kept}))
+        self._hold((client, round), kept)
+
+    def read(self, client: int, before: int) -> Tensors:
+        """The client's newest version older than round ``before``; {} when it has none."""
+        rounds = [t for t in self._rounds.get(client, []) if t < before]
+        if not rounds:
+            return {}
+        key = (client, rounds[-1])
+        if key not in self._held:
+            found = load_record(self._file(*key)).get(GROUP)
+            self._hold(key, dict(found))
+            return dict(found)
+        self._held.move_to_end(key)
+        return self._held[key]
+
+    def commit(self, rounds_done: int) -> None:
+        """A checkpoint after ``rounds_done`` rounds stands: versions it made useless may go."""
+        for client, rounds in self._rounds.items():
+            past = [t for t in rounds if t < rounds_done]
+            for round in past[:-1]:
+                self._drop(client, round)
+
+    def rewind(self, rounds_done: int) -> None:
+        """Drop versions of rounds that the checkpoint after ``rounds_done`` rounds lacks."""
+        for client, rounds in self._rounds.items():
+            for round in [t for t in rounds if t >= rounds_done]:
+                self._drop(client, round)
+
+    def _file(self, client: int, round: int) -> Path:
+        assert self._folder is not None
+        return self._folder / str(client) / f"{round}.safetensors"
+
+    def _hold(self, key: tuple[int, int], tensors: Tensors) -> None:
+        self._release(key)
+        self._held[key] = tensors
+        self._bytes += _size(tensors)
+        while self._folder is not None and self._bytes > self._limit and self._held:
+            self._release(next(iter(self._held)))
+
+    def _release(self, key: tuple[int, int]) -> None:
+        if key in self._held:
+            self._bytes -= _size(self._held.pop(key))
+
+    def _drop(self, client: int, round: int) -> None:
+        self._rounds[client].remove(round)
+        self._release((client, round))
+        if self._folder is not None:
+            self._file(client, round).unlink(missing_ok=True)
+
+
+def _size(tensors: Mapping[str, Tensor]) -> int:
+    return sum(t.numel() * t.element_size() for t in tensors.values())

@@ -1,0 +1,62 @@
+"""FedProx: a quadratic pull of each client towards the model it received.
+
+Li et al., "Federated Optimization in Heterogeneous Networks", MLSys 2020, arXiv 1812.06127.
+
+====================================================  ============================
+``h_k(θ) = F_k(θ) + (μ/2) ‖θ − θ^t‖²``                ``pull``, its gradient ``μ (θ − θ^t)``
+``θ^{t+1} = Σ_k p_k θ_k``                             ``aggregate`` of the base class
+====================================================  ============================
+
+With plain SGD both placements of the pull are the same step up to its order; with Adam they differ.
+*Coupled*, the pull is part of the gradient and passes through Adam's moments, which rescale it per
+coordinate; this is what published code with Adam does. *Decoupled*, it moves the parameters after
+the step, ``θ ← θ − lr μ (θ − θ^t)``.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+from typing import Annotated, Any, ClassVar, Literal
+
+from annotated_types import Ge
+from torch import Tensor
+
+from fedharmony.methods.base import Groups, Method, Task, methods, stacked
+from fedharmony.types import Tensors
+
+
+@methods.register("fedprox")
+class FedProx(Method):
+    """Local training with a pull towards the received model (Li et al., 2020)."""
+
+    @dataclass(frozen=True)
+    class Config:
+        """Settings of FedProx.
+
+        Attributes:
+            mu: μ, for the mean task loss; 0 is FedAvg.
+            placement: the pull enters the gradient ("coupled") or follows the step ("decoupled").
+        """
+
+        mu: Annotated[float, Ge(0)] = 0.01
+        placement: Literal["coupled", "decoupled"] = "coupled"
+
+    search: ClassVar[Mapping[str, Sequence[Any]]] = {"mu": (1e-3, 1e-2, 1e-1, 1.0)}
+
+    def __init__(self, config: Config, task: Task) -> None:
+        super().__init__(config, task)
+        self.pull_after_step = config.placement == "decoupled"
+
+    @stacked
+    def pull(
+        self,
+        params: Mapping[str, Tensor],
+        start: Mapping[str, Tensor],
+        message: Groups,
+        carry: Tensors,
+    ) -> Tensors:
+        """``μ (θ − θ^t)``: the gradient of ``(μ/2) ‖θ − θ^t‖²``, defined at θ = θ^t too."""
+        if self.config.mu == 0:
+            return {}
+        return {name: self.config.mu * (params[name] - start[name]) for name in params}

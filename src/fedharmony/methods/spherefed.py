@@ -1,0 +1,209 @@
+"""SphereFed: unit features and one frozen orthonormal classifier for everybody.
+
+Dong et al., "SphereFed: Hyperspherical Federated Learning", ECCV 2022, arXiv 2207.09413. Idea:
+local classifiers drift apart on skewed data; with one fixed classifier all clients learn towards
+the same directions, and a closed-form calibration fits the classifier at the end, without training.
+
+====================================================  ============================
+``z = φ/‖φ‖``, ``o = W z``, ``W Wᵀ = I`` frozen       ``SphereHead``
+``‖W z − y/max(1, ‖y‖)‖²``                            ``loss``
+``A_k = Z̃_kᵀ Z̃_k``, ``B_k = Z̃_kᵀ Y_k``, Z̃ = [Z, 1]    ``sums``
+``W*ᵀ = (Σ A_k + ρI)⁻¹ Σ B_k``                        ``calibrate``
+====================================================  ============================
+
+Deviation: the paper is single-label. With k positives and orthonormal rows a score cannot exceed
+1/√k where all positives score alike, so the target of variant ``s1`` is the label vector scaled to
+length 1. Its decisions need the calibration, which fits the raw 0/1 labels. No official code is
+known; calibration and settings follow the paper's text.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import dataclass
+from typing import Annotated, Any, ClassVar, Literal
+
+import torch
+from annotated_types import Ge, Gt
+from torch import Tensor
+
+from fedharmony.correlation import pack_upper, unpack_upper
+from fedharmony.errors import ConfigError
+from fedharmony.losses import Batch, task_loss
+from fedharmony.methods.base import Groups, Method, Outcome, Stage, Sweep, methods, stacked
+from fedharmony.models.heads import SphereHead
+from fedharmony.types import FROZEN, Record, Reply, Tensors
+
+SUMS = "sums"  # reply of "calibrate": A_k and B_k
+COUNTS = "counts"  # reply of "count": labels and images of a client
+
+
+@methods.register("spherefed")
+class SphereFed(Method):
+    """Unit features, a frozen orthonormal head, closed-form calibration (Dong et al., 2022)."""
+
+    @dataclass(frozen=True)
+    class Config:
+        """Settings of SphereFed.
+
+        Attributes:
+            variant: "s1": squared error to the scaled label vector, calibrated after the last
+                round; "s0": the same without calibration; "s2": the task loss on
+                ``scale · W z − scale/4``, not calibrated.
+            ridge: ρ of the calibration, in units of the mean diagonal entry of Σ A_k.
+            scale: of "s2".
+            projection: width of a trained linear map from features to the sphere, for more labels
+                than features; none uses the features as they are.
+        """
+
+        variant: Literal["s1", "s2", "s0"] = "s1"
+        ridge: Annotated[float, Gt(0)] = 1e-3
+        scale: Annotated[float, Gt(0)] = 16.0
+        projection: Annotated[int, Ge(1)] | None = None
+
+    presets: ClassVar[Mapping[str, Mapping[str, Any]]] = {
+        "s1": {},
+        "s2": {"variant": "s2"},
+        "s0": {"variant": "s0"},
+    }
+    search: ClassVar[Mapping[str, Sequence[Any]]] = {"variant": ("s1", "s2")}
+
+    def head(self, width: int) -> SphereHead:
+        """The frozen classifier; more labels than dimensions cannot have orthonormal rows."""
+        sphere = self.config.projection or width
+        if self.task.classes > sphere:
+            raise ConfigError(
+                f"SphereFed needs as many feature dimensions as labels: {self.task.classes} labels "
+                f"cannot have orthonormal directions in {sphere} dimensions. Set "
+                f"methods.spherefed.projection = {self.task.classes} to learn a linear map of the "
+                "features to a wider sphere, or use a wider backbone."
+            )
+        return SphereHead(width, self.task.classes, self.config.projection)
+
+    def stages(self, round: int) -> Sequence[Stage]:
+        """``update``; before the first, everyone counts labels; after the last, all calibrate."""
+        stages = [Stage("update", self.broadcast, self.aggregate)]
+        if self.config.variant == "s2":
+            return stages
+        if round == 0:
+            stages.insert(0, Stage("count", self._ask, self.count, False, self.counts(), True))
+        if round == self.task.rounds - 1 and self.config.variant == "s1":
+            stages.append(
+                Stage("calibrate", self.broadcast, self.calibrate, False, self.sums(), True)
+            )
+        return stages
+
+    # -- client ------------------------------------------------------------------------------------
+
+    @stacked
+    def loss(
+        self, outputs: Tensor, batch: Batch, message: Groups, carry: Tensors
+    ) -> tuple[Tensor, Tensors]:
+        """``‖W z − y/max(1, ‖y‖)‖²`` per image, over its known labels; "s2": the task loss."""
+        if self.config.variant == "s2":
+            return task_loss(self.task.loss, self._logits(outputs), batch), carry
+        positives = (batch.labels * (batch.counted > 0)).to(outputs.dtype)
+        length = positives.sum(-1, keepdim=True).sqrt().clamp(min=1.0)
+        errors = (outputs - positives / length).square() * batch.counted
+        return errors.sum((-2, -1)) / batch.rows.sum(-1).clamp(min=1.0), carry
+
+    def _logits(self, cosines: Tensor) -> Tensor:
+        scale: float = self.config.scale
+        return scale * (cosines - 0.25)
+
+    def counts(self) -> Sweep:
+        """How many labels and images a client has: two numbers."""
+
+        def start(params: Mapping[str, Tensor]) -> Tensors:
+            return {"labels": torch.zeros(()), "images": torch.zeros(())}
+
+        def fold(carry: Tensors, labels: Tensor, batch: Batch) -> Tensors:
+            found = (labels * (batch.counted > 0)).sum()
+            return {"labels": carry["labels"] + found, "images": carry["images"] + batch.rows.sum()}
+
+        return Sweep(
+            COUNTS,
+            "labels",
+            start,
+            fold,
+            lambda carry, params: carry,
+            lambda params: {"labels": (), "images": ()},
+        )
+
+    def sums(self) -> Sweep:
+        """``A_k = Z̃ᵀZ̃`` (its upper triangle) and ``B_k = Z̃ᵀY`` with Z̃ = [Z, 1], in float64."""
+        size, classes = (self.config.projection or self.task.width) + 1, self.task.classes
+
+        def start(params: Mapping[str, Tensor]) -> Tensors:
+            return {
+                "a": torch.zeros(size, size, dtype=torch.float64),
+                "b": torch.zeros(size, classes, dtype=torch.float64),
+            }
+
+        def fold(carry: Tensors, features: Tensor, batch: Batch) -> Tensors:
+            z = torch.cat([features, torch.ones_like(features[..., :1])], dim=-1).double()
+            z = z * batch.rows.unsqueeze(-1)
+            y = (batch.labels * (batch.counted > 0)).double()
+            return {"a": carry["a"] + z.mT @ z, "b": carry["b"] + z.mT @ y}
+
+        return Sweep(
+            SUMS,
+            "features",
+            start,
+            fold,
+            lambda carry, params: {"a": pack_upper(carry["a"]), "b": carry["b"]},
+            lambda params: {"a": (size * (size + 1) // 2,), "b": (size, classes)},
+        )
+
+    # -- server ------------------------------------------------------------------------------------
+
+    def _ask(self, state: Record, round: int, clients: Sequence[int]) -> Mapping[int, Record]:
+        """A message without a model: counting labels needs none."""
+        return dict.fromkeys(clients, Record())
+
+    def count(
+        self, state: Record, round: int, sent: Mapping[int, Record], replies: Iterator[Reply]
+    ) -> Outcome:
+        """k̂, the mean number of labels per image: the cosine's threshold is 0.5/√k̂."""
+        labels = images = 0.0
+        for reply in replies:
+            labels += float(reply.record.get(COUNTS)["labels"])
+            images += float(reply.record.get(COUNTS)["images"])
+        mean = labels / images if images else 1.0
+        return Outcome(state.replace(scalars={"labels_per_image": mean}))
+
+    def calibrate(
+        self, state: Record, round: int, sent: Mapping[int, Record], replies: Iterator[Reply]
+    ) -> Outcome:
+        """``W*ᵀ = (Σ A_k + ρI)⁻¹ Σ B_k``; a label nobody has keeps its fixed direction."""
+        total: Tensors = {}
+        for reply in replies:
+            for name, tensor in reply.record.get(SUMS).items():
+                total[name] = total[name] + tensor if name in total else tensor
+        if not total:
+            return Outcome(state)
+        size = len(total["b"])
+        gram = unpack_upper(total["a"], size)
+        ridge = self.config.ridge * gram.diagonal().mean()
+        solved = torch.linalg.solve(gram + ridge * torch.eye(size).to(gram), total["b"]).mT
+        seen = total["b"][-1] > 0  # the constant's row counts each label's positives
+        frozen = state.get(FROZEN)
+        weight = torch.where(seen.unsqueeze(-1), solved[:, :-1], frozen["head.weight"].double())
+        bias = torch.where(seen, solved[:, -1], 0.0)
+        fitted = {"head.weight": weight, "head.bias": bias}
+        fitted = {name: tensor.to(frozen[name].dtype) for name, tensor in fitted.items()}
+        return Outcome(state.replace({FROZEN: {**frozen, **fitted}}, {"calibrated": True}))
+
+    def predict(self, outputs: Tensor, state: Record) -> Tensor:
+        """Scores with 0.5 where the variant decides: a steep sigmoid keeps order and decision.
+
+        Calibrated: at ŷ = 0.5. Before calibration: at a cosine of 0.5/√k̂.
+        """
+        if self.config.variant == "s2":
+            return self._logits(outputs).sigmoid()
+        threshold = 0.5
+        if not state.scalars.get("calibrated"):
+            labels = float(state.scalars.get("labels_per_image", 1.0))
+            threshold /= math.sqrt(max(labels, 1.0))
+        return (4 * (outputs - threshold)).sigmoid()
