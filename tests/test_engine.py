@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import functools
 import os
 import resource
 import subprocess
@@ -25,10 +26,11 @@ from fedharmony.engine.checkpoint import digest, load_record, save_record
 from fedharmony.engine.federation import FederationSettings, problem
 from fedharmony.engine.sampling import cohort_size, draw_schedule, drops_out
 from fedharmony.errors import CheckpointError, ClientLimitError, ConfigError
-from fedharmony.losses import Batch, binary_cross_entropy
-from fedharmony.methods.base import Stage
+from fedharmony.losses import Batch, LossSettings, binary_cross_entropy
+from fedharmony.methods.base import Groups, Reads, Stage, Sweep
+from fedharmony.methods.fedavg import FedAvg
 from fedharmony.rng import numpy_rng
-from fedharmony.types import BUFFERS, PARAMS, Failure, Record, Reply
+from fedharmony.types import BUFFERS, PARAMS, Failure, Record, Reply, Tensors
 from toy import Toy, largest_difference, same_bits, split, toy_data
 
 # -- local training -------------------------------------------------------------------------------
@@ -39,7 +41,12 @@ def trained_alone(toy: Toy, client: int, round: int = 0) -> dict[str, Tensor]:
     assert toy.data is not None
     start = toy.initial().get(PARAMS)
     params = {name: t.clone().requires_grad_() for name, t in start.items()}
-    optimiser = torch.optim.Adam(list(params.values()), lr=0.01)
+    make = {
+        "adam": torch.optim.Adam,
+        "sgd": torch.optim.SGD,
+        "momentum": functools.partial(torch.optim.SGD, momentum=0.9),
+    }[toy.optimiser]
+    optimiser = make(list(params.values()), lr=0.01)
     rng = numpy_rng(toy.seed, "order", round, client)
     own = split(toy.sizes)[client]
     assert isinstance(toy.data.images, TensorImages)
@@ -59,9 +66,10 @@ def trained_alone(toy: Toy, client: int, round: int = 0) -> dict[str, Tensor]:
 
 
 @pytest.mark.parametrize("stack", [1, 2, 8])
-def test_stacked_unequal_clients_train_as_each_would_alone(stack: int) -> None:
+@pytest.mark.parametrize("optimiser", ["adam", "sgd", "momentum"])
+def test_stacked_unequal_clients_train_as_each_would_alone(stack: int, optimiser: Any) -> None:
     """Sizes 20, 7, 1, 13, 19 with batch 4: every kind of last batch, and a shrinking stack."""
-    toy = Toy(dtype=torch.float64, stack=stack)
+    toy = Toy(dtype=torch.float64, stack=stack, optimiser=optimiser)
     messages = toy.method.broadcast(toy.initial(), 0, range(5))
     stage = toy.method.stages(0)[0]
     replies = list(toy.transport.exchange(stage, 0, messages))
@@ -116,6 +124,130 @@ def test_known_mask_reaches_the_loss() -> None:
     weight = after.get(PARAMS)["head.weight"]
     assert torch.equal(weight[2], before["head.weight"][2])
     assert not torch.equal(weight[1], before["head.weight"][1])
+
+
+def test_labels_a_client_lacks_can_be_left_out_of_its_loss() -> None:
+    """With weight 0 the head's row of an absent label stays; with a small weight it moves."""
+    data = toy_data(20)
+    labels = data.labels.copy()
+    labels[:, 2] = 0
+    data = replace(data, labels=labels)
+
+    def row(weight: float) -> Tensor:
+        settings = LossSettings(absent_label_weight=weight)
+        state, _ = Toy(sizes=(12, 8), data=data, loss=settings).run()
+        return state.get(PARAMS)["head.weight"][2]
+
+    start = Toy(sizes=(12, 8), data=data).initial().get(PARAMS)["head.weight"][2]
+    assert torch.equal(row(0.0), start)
+    assert not torch.equal(row(0.1), start)
+    assert not torch.equal(row(0.1), row(1.0))
+
+
+@pytest.mark.parametrize("name", ["balanced", "focal", "asymmetric"])
+def test_the_loss_is_a_setting_of_every_method(name: Any) -> None:
+    for method in ("fedavg", "fedharmony"):
+        bce, _ = Toy(method).run()
+        other, _ = Toy(method, loss=LossSettings(name)).run()
+        assert not same_bits(bce, other)
+
+
+# -- what methods may ask for ---------------------------------------------------------------------
+
+
+class Probe(FedAvg):
+    """Draws numbers, reads them as inputs, and sweeps over whatever a test asks for."""
+
+    reads: Reads = "features"
+    limit: int | None = None
+
+    def draw(self, generator: torch.Generator, images: int) -> Tensors:
+        return {"noise": torch.rand(images, generator=generator)}
+
+    def loss(
+        self, outputs: Tensor, batch: Batch, message: Groups, carry: Tensors
+    ) -> tuple[Tensor, Tensors]:
+        value, carry = super().loss(outputs, batch, message, carry)
+        return value + (batch.draws["noise"] * batch.rows * outputs[..., 0]).sum(-1), carry
+
+    def sweep(self) -> Sweep:
+        def start(params: Mapping[str, Tensor]) -> Tensors:
+            return {"sum": torch.zeros((), dtype=torch.float64), "rows": torch.zeros(())}
+
+        def fold(carry: Tensors, values: Tensor, batch: Batch) -> Tensors:
+            rows = batch.rows.view(-1, *[1] * (values.dim() - 1))
+            total = (values.double() * rows).sum()
+            return {"sum": carry["sum"] + total, "rows": carry["rows"] + batch.rows.sum()}
+
+        return Sweep(
+            "probe",
+            self.reads,
+            start,
+            fold,
+            lambda carry, params: carry,
+            lambda params: {"sum": (), "rows": ()},
+            limit=self.limit,
+        )
+
+
+def swept(
+    reads: Reads, stack: int = 8, limit: int | None = None
+) -> dict[int, Mapping[str, Tensor]]:
+    kind = type("Probe", (Probe,), {"reads": reads, "limit": limit})
+    toy = Toy(method_class=kind, dtype=torch.float64, stack=stack)
+    messages = toy.method.broadcast(toy.initial(), 0, range(5))
+    stage = replace(toy.method.stages(0)[0], train=False)
+    answers = toy.transport.exchange(stage, 0, messages)
+    return {reply.client: reply.record.get("probe") for reply in answers}
+
+
+@pytest.mark.parametrize("stack", [1, 3, 8])
+def test_a_sweep_reads_what_it_asks_for(stack: int) -> None:
+    """Sums over each client's images of pixels, labels, features and outputs."""
+    toy = Toy(dtype=torch.float64)
+    assert toy.data is not None
+    params = {n: t.unsqueeze(0) for n, t in toy.initial().get(PARAMS).items()}
+    for client, index in enumerate(split(toy.sizes)):
+        pixels = toy.data.images.gather(torch.from_numpy(index), "cpu")
+        images = ((pixels.float() - 127.5) / 127.5).double().unsqueeze(0)
+        expected = {
+            "images": pixels.double().sum(),
+            "labels": torch.tensor(float(toy.data.labels[index].sum())),
+            "features": toy.model.backbone.features(params, images).sum(),
+            "outputs": toy.model.apply(params, images).sum(),
+        }
+        for reads in ("images", "labels", "features", "outputs"):
+            found = swept(reads, stack)[client]
+            assert float(found["rows"]) == len(index)
+            torch.testing.assert_close(found["sum"], expected[reads].double())
+
+
+def test_a_limited_sweep_sees_some_images_only() -> None:
+    some = swept("images", limit=6)
+    assert [int(some[k]["rows"]) for k in range(5)] == [6, 6, 1, 6, 6]
+    whole = swept("images")
+    assert float(some[0]["sum"]) < float(whole[0]["sum"])
+    assert float(some[2]["sum"]) == float(whole[2]["sum"])
+    assert some == swept("images", limit=6)
+    assert some == swept("images", stack=1, limit=6)
+
+
+def test_draws_belong_to_the_client_and_the_round() -> None:
+    """The same whatever the stack; other numbers in another round, for another client or seed."""
+    stacked, _ = Toy(method_class=Probe, dtype=torch.float64, stack=8).run()
+    single, _ = Toy(method_class=Probe, dtype=torch.float64, stack=1).run()
+    assert largest_difference(stacked, single) < 1e-9
+    seen: list[Tensor] = []
+
+    class Recorder(Probe):
+        def draw(self, generator: torch.Generator, images: int) -> Tensors:
+            drawn = super().draw(generator, images)
+            seen.append(drawn["noise"])
+            return drawn
+
+    Toy(method_class=Recorder, sizes=(4, 4), rounds=2, epochs=1).run()
+    assert len(seen) == 4
+    assert len({tuple(t.tolist()) for t in seen}) == 4
 
 
 def test_plan_has_every_image_once_per_epoch() -> None:

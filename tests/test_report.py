@@ -66,7 +66,7 @@ def test_an_unfinished_run_shows_its_latest_evaluation(tmp_path: Path) -> None:
     assert (run.status, run.rounds_done, run.rounds_total) == ("unfinished", 11, 30)
     assert run.metrics == last["metrics"]
     rounds = [e for e in events_of(folder) if e["event"] == "round"]
-    assert run.traffic("up") == sum(e["bytes_up"] for e in rounds)
+    assert run.per_round("bytes_up") == sum(e["bytes_up"] for e in rounds) / len(rounds)
 
 
 def test_the_torn_last_line_of_a_killed_run_is_ignored(tmp_path: Path) -> None:

@@ -43,8 +43,9 @@ ConfigArgument = Annotated[
 Overrides = Annotated[
     list[str] | None,
     typer.Argument(
-        metavar="[KEY=VALUE]...",
-        help="Settings to change, for instance `train.lr=0.001` or `run.method=fedavg`.",
+        metavar="[KEY=VALUE | CONFIG]...",
+        help="Settings to change, for instance `train.lr=0.001` or `run.method=fedavg`, or further "
+        "TOML files whose settings come on top.",
     ),
 ]
 Out = Annotated[Path | None, typer.Option("--out", "-o", help="Folder for what the run writes.")]
@@ -130,7 +131,7 @@ def run(
     from fedharmony.experiments.folder import RunFolder
 
     settings = _settings(config, overrides, device, plugin)
-    method = settings.run.method.replace(":", "-")
+    method = settings.label.replace(":", "-")
     folder = out or Path("runs") / f"{Path(config).stem}-{method}-seed{settings.run.seed}"
     with Progress(quiet=quiet) as progress:
         _guarded(folder, lambda: runs.start(settings, RunFolder(folder), progress))
@@ -190,6 +191,67 @@ def compare(
     settings = _settings(config, overrides, device, plugin)
     folder = out or Path("runs") / f"{Path(config).stem}-comparison"
     _compare(settings, Path(config).stem, _words(method_list), _numbers(seeds), folder, quiet)
+
+
+@app.command()
+def tune(
+    config: ConfigArgument,
+    overrides: Overrides = None,
+    method_list: Annotated[
+        str, typer.Option("--methods", help="Comma-separated methods; `all` takes every method.")
+    ] = "all",
+    out: Out = None,
+    device: Device = None,
+    quiet: Quiet = False,
+    plugin: Plugins = None,
+) -> None:
+    """Search the learning rate and one setting of each method, on held-out training images.
+
+    Example: `fedharmony tune demo tune.rounds=8 --methods fedavg,fedprox`
+
+    Every trial is a run that is evaluated on images held out of the training clients; the test set
+    is not looked at. Writes tune.json (all trials) and tuned.toml, which goes on top of the same
+    config: `fedharmony compare demo tuned/tuned.toml --methods fedavg,fedprox`. Finished trials are
+    kept, so the same command can be repeated or extended.
+    """
+    from fedharmony.experiments.tune import CRITERION, Search
+
+    settings = _settings(config, overrides, device, plugin)
+    folder = out or Path("runs") / f"{Path(config).stem}-tuned"
+    search = Search(settings, _words(method_list), folder)
+    with Progress(quiet=quiet) as progress:
+
+        def observer(i: int, planned: Planned) -> Callable[[dict[str, Any]], None]:
+            progress.begin(i + 1, search.size, f"{planned.label} {planned.folder.path.name}")
+            return progress
+
+        try:
+            found = search.run(observer)
+        except KeyboardInterrupt:
+            command = shlex.join(["fedharmony", *sys.argv[1:]])
+            typer.echo(
+                f"\nStopped. Finished trials are kept in {folder}; the same command goes on:\n"
+                f"  {command}",
+                err=True,
+            )
+            raise typer.Exit(130) from None
+    table = Table(box=None, pad_edge=False)
+    for heading in ("Method", "lr", "setting", f"{CRITERION} before", f"{CRITERION} found", ""):
+        table.add_column(heading, justify="left" if heading in ("Method", "setting") else "right")
+    for f in found:
+        value = f.default if f.value is None else f.value
+        table.add_row(
+            f.method,
+            f"{f.lr:g}",
+            f"{f.setting} = {value}" if f.setting else "",
+            "" if f.start is None else f"{100 * f.start:.1f}",
+            f"{100 * f.score:.1f}",
+            "; ".join(f"{name} is at the end of its grid" for name in f.edges),
+        )
+    console = Console()
+    console.print(table)
+    if not quiet:
+        console.print(f"Settings: {folder / 'tuned.toml'}", soft_wrap=True)
 
 
 @app.command()

@@ -80,6 +80,22 @@ def override(tree: Mapping[str, Any], assignments: Iterable[str]) -> Tree:
     return result
 
 
+def merge(base: Mapping[str, Any], top: Mapping[str, Any]) -> Tree:
+    """``base`` with the values of ``top`` in place of its own, section by section.
+
+    >>> merge({"run": {"rounds": 5, "seed": 1}}, {"run": {"rounds": 9}, "train": {"lr": 0.1}})
+    {'run': {'rounds': 9, 'seed': 1}, 'train': {'lr': 0.1}}
+    """
+    result = _copy(base)
+    for key, value in top.items():
+        below = result.get(key)
+        if isinstance(below, Mapping) and isinstance(value, Mapping):
+            result[key] = merge(below, value)
+        else:
+            result[key] = _copy(value) if isinstance(value, Mapping) else value
+    return result
+
+
 def _copy(tree: Mapping[str, Any]) -> Tree:
     return {k: _copy(v) if isinstance(v, Mapping) else v for k, v in tree.items()}
 

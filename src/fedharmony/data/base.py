@@ -21,7 +21,7 @@ from torch import Tensor
 
 from fedharmony.errors import DataError
 from fedharmony.registry import Registry
-from fedharmony.types import Labels
+from fedharmony.types import Index, Labels
 
 datasets: Registry[type[Source]] = Registry("dataset", "fedharmony.data")
 
@@ -92,6 +92,33 @@ class TensorImages:
 
 
 @dataclass(frozen=True, eq=False)
+class SomeImages:
+    """Some of the images of another collection, by index.
+
+    >>> images = TensorImages(torch.arange(12, dtype=torch.uint8).reshape(3, 1, 2, 2))
+    >>> SomeImages(images, torch.tensor([2, 0])).gather(torch.tensor([0]), "cpu").flatten().tolist()
+    [8, 9, 10, 11]
+    """
+
+    images: Images
+    index: Tensor
+
+    def __len__(self) -> int:
+        """The number of images chosen."""
+        return len(self.index)
+
+    @property
+    def shape(self) -> tuple[int, int, int]:
+        """Channels, height and width of every image."""
+        return self.images.shape
+
+    def gather(self, index: Tensor, device: torch.device | str) -> Tensor:
+        """See :meth:`Images.gather`."""
+        chosen = self.index[index.cpu().clamp(min=0)]
+        return self.images.gather(torch.where(index.cpu() < 0, -1, chosen), device)
+
+
+@dataclass(frozen=True, eq=False)
 class LabelledImages:
     """Images with their label matrix.
 
@@ -133,6 +160,16 @@ class LabelledImages:
     def __len__(self) -> int:
         """The number of images N."""
         return len(self.labels)
+
+    def subset(self, index: Index) -> LabelledImages:
+        """The images at ``index``, in that order; pixels are not copied."""
+        return LabelledImages(
+            SomeImages(self.images, torch.from_numpy(index)),
+            self.labels[index],
+            None if self.ids is None else tuple(self.ids[i] for i in index),
+            None if self.users is None else self.users[index],
+            None if self.known is None else self.known[index],
+        )
 
 
 @dataclass(frozen=True, eq=False)

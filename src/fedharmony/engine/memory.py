@@ -15,6 +15,7 @@ from pathlib import Path
 from torch import Tensor
 
 from fedharmony.engine.checkpoint import load_record, save_record
+from fedharmony.errors import CheckpointError
 from fedharmony.types import Record, Tensors
 
 GROUP = "memory"
@@ -42,35 +43,47 @@ class ClientMemory:
         self._rounds: dict[int, list[int]] = {}  # ascending, per client
         if folder is not None and folder.exists():
             for file in folder.glob("*/*.safetensors"):
-                self._rounds.setdefault(int(file.parent.name), []).append(int(file.stem))
+                if file.parent.name.isdecimal() and file.stem.isdecimal():
+                    self._rounds.setdefault(int(file.parent.name), []).append(int(file.stem))
             for rounds in self._rounds.values():
                 rounds.sort()
 
+    @property
+    def nbytes(self) -> int:
+        """Bytes of tensors held in memory now."""
+        return self._bytes
+
     def write(self, client: int, round: int, tensors: Mapping[str, Tensor]) -> None:
         """Keep ``tensors`` as the client's version of ``round``."""
-        kept = {name: t.detach().cpu().clone() for name, t in tensors.items()}
-        rounds = self._rounds.setdefault(client, [])
-        if round not in rounds:
-            rounds.append(round)
-            rounds.sort()
+        # Copies: a view would keep alive, unseen by the limit, the stack of clients it looks into.
+        kept = {name: t.detach().to("cpu", copy=True) for name, t in tensors.items()}
         if self._folder is not None:
             file = self._file(client, round)
-            file.parent.mkdir(parents=True, exist_ok=True)
+            try:
+                file.parent.mkdir(parents=True, exist_ok=True)
+            except OSError as error:
+                raise CheckpointError(
+                    f"Cannot create the folder {file.parent}: {error.strerror}. Free some space or "
+                    "check the permissions, then continue with 'fedharmony resume'."
+                ) from error
             save_record(file, Record({GROUP: kept}))
+        self._rounds[client] = sorted({*self._rounds.get(client, []), round})
         self._hold((client, round), kept)
 
     def read(self, client: int, before: int) -> Tensors:
-        """The client's newest version older than round ``before``; {} when it has none."""
+        """The client's newest version older than round ``before``; {} when it has none.
+
+        The tensors are the memory's own: not to be changed in place.
+        """
         rounds = [t for t in self._rounds.get(client, []) if t < before]
         if not rounds:
             return {}
         key = (client, rounds[-1])
-        if key not in self._held:
-            found = load_record(self._file(*key)).get(GROUP)
-            self._hold(key, dict(found))
-            return dict(found)
-        self._held.move_to_end(key)
-        return self._held[key]
+        found = self._held.get(key)
+        if found is None:
+            found = dict(load_record(self._file(*key)).get(GROUP))
+        self._hold(key, found)
+        return dict(found)
 
     def commit(self, rounds_done: int) -> None:
         """A checkpoint after ``rounds_done`` rounds stands: versions it made useless may go."""
@@ -81,6 +94,9 @@ class ClientMemory:
 
     def rewind(self, rounds_done: int) -> None:
         """Drop versions of rounds that the checkpoint after ``rounds_done`` rounds lacks."""
+        if self._folder is not None:
+            for half_written in self._folder.glob("*/.*.safetensors.*"):
+                half_written.unlink(missing_ok=True)
         for client, rounds in self._rounds.items():
             for round in [t for t in rounds if t >= rounds_done]:
                 self._drop(client, round)
@@ -90,6 +106,7 @@ class ClientMemory:
         return self._folder / str(client) / f"{round}.safetensors"
 
     def _hold(self, key: tuple[int, int], tensors: Tensors) -> None:
+        """Hold as the most recently used; without a folder there is nowhere else to keep it."""
         self._release(key)
         self._held[key] = tensors
         self._bytes += _size(tensors)

@@ -27,13 +27,19 @@ class Planned:
 
     @property
     def label(self) -> str:
-        """The method, with its preset if one was named."""
-        return self.settings.run.method
+        """The method as results show it."""
+        return self.settings.label
 
     @property
     def seed(self) -> int:
         """The run's seed."""
         return self.settings.run.seed
+
+
+def names_of(labels: Sequence[str]) -> list[str]:
+    """Methods as asked for, each once; ``all`` stands for every registered one."""
+    names = [name for label in labels for name in (methods.names() if label == "all" else [label])]
+    return list(dict.fromkeys(names))
 
 
 def plan(base: Settings, labels: Sequence[str], seeds: Sequence[int], out: Path) -> list[Planned]:
@@ -42,14 +48,15 @@ def plan(base: Settings, labels: Sequence[str], seeds: Sequence[int], out: Path)
     A seed sets the run and the initial model; data and split stay as configured. ``all`` stands
     for every registered method.
     """
-    names = [name for label in labels for name in (methods.names() if label == "all" else [label])]
+    names = names_of(labels)
     if not names or not seeds:
         raise ConfigError("A comparison needs at least one method and one seed.")
     runs = []
-    for label in dict.fromkeys(names):
+    for name in names:
         for seed in dict.fromkeys(seeds):
-            folder = RunFolder(out / label.replace(":", "-") / f"seed-{seed}")
-            runs.append(Planned(base.with_run(label, seed), folder))
+            settings = base.with_run(name, seed)
+            folder = RunFolder(out / settings.label.replace(":", "-") / f"seed-{seed}")
+            runs.append(Planned(settings, folder))
     for run in runs:
         if run.folder.holds_run() and run.folder.open().sha256() != run.settings.sha256():
             raise CheckpointError(

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from contextlib import suppress
 from dataclasses import asdict, dataclass, replace
 from functools import cached_property
@@ -34,9 +34,9 @@ from fedharmony.metrics import (
 from fedharmony.models.base import InputSpec, Model, models
 from fedharmony.partition.base import Partition, splitters
 from fedharmony.partition.report import split_report
-from fedharmony.rng import torch_rng
+from fedharmony.rng import numpy_rng, torch_rng
 from fedharmony.transport.inprocess import InProcess
-from fedharmony.types import BUFFERS, FROZEN, PARAMS, Record, Tensors
+from fedharmony.types import BUFFERS, FROZEN, PARAMS, Index, Record, Tensors
 
 Observer = Callable[[Event], None]
 Results = dict[str, Any]
@@ -88,6 +88,7 @@ class Assembly:
     settings: Settings
     data: DataSet
     partition: Partition
+    clients: Sequence[Index]  # what each client trains on: its part, less what is held out
     model: Model
     method: Method
     schedule: list[list[int]]
@@ -110,13 +111,12 @@ class Assembly:
     ) -> Federation:
         """The round loop over in-process clients."""
         engine = self.settings.engine
-        train = self.data.train
         cohort = Cohort(
             self.model,
             self.method,
-            train,
-            self.partition.indices,
-            self.settings.train,
+            self.data.train,
+            self.clients,
+            self.settings.training,
             self.settings.run.seed,
             self.device,
             engine.sweep_batch,
@@ -177,10 +177,14 @@ def assemble(
         torch.set_num_threads(settings.engine.threads)
     data = data or datasets[settings.data.common.name](settings.data.own).load()
     partition = load_partition(settings, data, partition_file)
+    clients: Sequence[Index] = partition.indices
+    if settings.split.common.holdout > 0:
+        clients, held = hold_out(partition, settings.split.common.holdout)
+        data = replace(data, test=data.train.subset(held))
     backbone = models[settings.model.common.name](
         settings.model.own, InputSpec(*data.train.images.shape)
     )
-    run, train, federation = settings.run, settings.train, settings.federation
+    run, train, federation = settings.run, settings.training, settings.federation
     task = Task(
         classes=len(data.classes),
         clients=len(partition.indices),
@@ -199,7 +203,7 @@ def assemble(
         std=backbone.std,
     )
     method = methods[settings.method_name](settings.method_config(), task)
-    sizes = [len(index) for index in partition.indices]
+    sizes = [len(index) for index in clients]
     holders = sum(size > 0 for size in sizes)
     cohort = cohort_size(holders, federation.participation, federation.cohort)
     schedule = draw_schedule(sizes, run.rounds, cohort, federation.sampling, run.seed)
@@ -207,11 +211,32 @@ def assemble(
         settings=settings,
         data=on_device(data, device),
         partition=partition,
+        clients=clients,
         model=Model(backbone, method.head(backbone.width)),
         method=method,
         schedule=schedule,
         device=device,
     )
+
+
+def hold_out(partition: Partition, share: float) -> tuple[list[Index], Index]:
+    """What each client keeps, and what is held out of all of them; one image stays at least.
+
+    Drawn with the split's own seed: the same for every method and run seed.
+    """
+    kept, held = [], []
+    for client, own in enumerate(partition.indices):
+        order = numpy_rng(partition.seed, "holdout", client=client).permutation(own)
+        cut = min(round(share * len(own)), len(own) - 1)
+        kept.append(np.sort(order[cut:]))
+        held.append(order[:cut])
+    pool = np.sort(np.concatenate(held))
+    if not len(pool):
+        raise ConfigError(
+            f"split.holdout = {share:g} holds out no image at all: every client is too small. Use "
+            "fewer clients or a larger share."
+        )
+    return kept, pool
 
 
 def on_device(data: DataSet, device: torch.device) -> DataSet:
@@ -320,7 +345,7 @@ def start_event(assembly: Assembly, first: int) -> Event:
     return {
         "event": "start",
         "method": settings.method_name,
-        "label": settings.run.method,
+        "label": settings.label,
         "rounds": settings.run.rounds,
         "clients": len(assembly.partition.indices),
         "cohort": len(assembly.schedule[0]),
@@ -364,7 +389,7 @@ def summarise(
     positives = data.test.labels.sum(axis=0, dtype=np.int64)
     results = {
         "method": settings.method_name,
-        "label": settings.run.method,
+        "label": settings.label,
         "status": "completed",
         "seed": settings.run.seed,
         "rounds": settings.run.rounds,

@@ -8,7 +8,9 @@
 ``train``     local training: epochs, batch size, optimiser, learning rate
 ``loss``      the task loss of all methods
 ``federation`` participation, sampling, averaging, failures
-``methods``   one subsection per method, for instance ``[methods.fedharmony]``
+``methods``   one subsection per method, for instance ``[methods.fedharmony]``; its own subsection
+              ``train`` (``[methods.fedharmony.train]``) replaces settings of ``[train]``
+``tune``      what ``fedharmony tune`` tries: ``lr``, and one subsection per method
 ``metrics``   options of the eight metrics
 ``engine``    device, clients trained at once: results change by rounding at most
 ============  =====================================================================================
@@ -23,10 +25,10 @@ from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Annotated, Any
 
-from annotated_types import Ge
+from annotated_types import Ge, Gt, Lt
 
 import fedharmony
-from fedharmony.config import Tree, build, keys, override, read_toml, tree_of
+from fedharmony.config import Tree, build, keys, merge, override, read_toml, tree_of
 from fedharmony.data.base import datasets
 from fedharmony.engine.federation import FederationSettings
 from fedharmony.engine.optimise import TrainSettings
@@ -74,12 +76,15 @@ class SplitSettings:
         clients: number of clients (K).
         seed: seeds the split alone, so that repeats can share it.
         file: use this partition file instead of splitting.
+        holdout: share of each client's images on which the model is evaluated *instead of* the test
+            set, and which the client does not train on. For choosing settings.
     """
 
     name: str = "pivot_dirichlet"
     clients: Annotated[int, Ge(1)] = 50
     seed: Annotated[int, Ge(0)] = 0
     file: str | None = None
+    holdout: Annotated[float, Ge(0), Lt(1)] = 0.0
 
 
 @dataclass(frozen=True)
@@ -115,6 +120,26 @@ class EngineSettings:
 
 
 @dataclass(frozen=True)
+class TuneSettings:
+    """What ``fedharmony tune`` tries; every trial is a run with ``split.holdout`` set.
+
+    Attributes:
+        lr: learning rates; none means a third of, exactly, and three times the configured one.
+        holdout: share of each client's images held out.
+        rounds: rounds of a trial; none means ``run.rounds``.
+    """
+
+    lr: tuple[Annotated[float, Gt(0)], ...] | None = None
+    holdout: Annotated[float, Gt(0), Lt(1)] = 0.2
+    rounds: Annotated[int, Ge(1)] | None = None
+
+
+#: Settings of local training that a method may have for itself. Epochs and batch size stay common:
+#: they decide how much work a round is.
+OWN_TRAINING = ("optimiser", "lr", "momentum", "weight_decay")
+
+
+@dataclass(frozen=True)
 class Component:
     """A section that chooses a registered component: shared settings and the component's own."""
 
@@ -139,12 +164,25 @@ class Settings:
     federation: FederationSettings
     metrics: MetricOptions
     engine: EngineSettings
+    tune: TuneSettings
+    grids: Mapping[str, Tree]  # of tune, by method
     methods: Mapping[str, Tree]  # as given: presets are applied when a method is made
 
     @property
     def method_name(self) -> str:
         """The method without its preset."""
         return self.run.method.partition(":")[0]
+
+    @property
+    def label(self) -> str:
+        """The method as results show it: its name, what its settings make of it, its preset."""
+        name, colon, preset = self.run.method.partition(":")
+        return f"{name}{methods[name].suffix(self.method_config())}{colon}{preset}"
+
+    @property
+    def training(self) -> TrainSettings:
+        """Local training of the chosen method: ``[train]``, changed by the method's own."""
+        return replace(self.train, **self.methods.get(self.method_name, {}).get("train", {}))
 
     def method_config(self) -> Any:
         """The chosen method's settings: its preset, then what the file says."""
@@ -155,9 +193,8 @@ class Settings:
             raise ConfigError(
                 f"Method {name!r} has no preset {preset!r}. {nearest(preset, cls.presets)}"
             )
-        return build(
-            cls.Config, {**cls.presets[preset], **self.methods.get(name, {})}, f"methods.{name}"
-        )
+        own = {k: v for k, v in self.methods.get(name, {}).items() if k != "train"}
+        return build(cls.Config, {**cls.presets[preset], **own}, f"methods.{name}")
 
     def with_run(self, method: str | None = None, seed: int | None = None) -> Settings:
         """The same settings for another method or seed (of the run and of the initial model)."""
@@ -182,13 +219,14 @@ class Settings:
             },
         }
         name = self.method_name
-        chosen = {name: tree_of(self.method_config())}
-        sections["methods"] = {k: v for k, v in {**self.methods, **chosen}.items() if v}
+        chosen = {**self.methods.get(name, {}), **tree_of(self.method_config())}
+        sections["methods"] = {k: v for k, v in {**self.methods, name: chosen}.items() if v}
+        sections["tune"] = {**tree_of(self.tune), **self.grids}
         return sections
 
     def sha256(self) -> str:
-        """Identity of what is computed: other methods' settings and the engine do not count."""
-        tree = {k: v for k, v in self.tree().items() if k != "engine"}
+        """Identity of what is computed: other methods, the engine and tuning do not count."""
+        tree = {k: v for k, v in self.tree().items() if k not in ("engine", "tune")}
         tree["methods"] = tree["methods"].get(self.method_name, {})
         return hashlib.sha256(json.dumps(tree, sort_keys=True).encode()).hexdigest()
 
@@ -211,7 +249,7 @@ def _component(registry: Registry[Any], common: type[Any], values: Tree, where: 
 
 def compose(tree: Mapping[str, Any]) -> Settings:
     """Check a whole settings tree; any mistake is a ConfigError before work starts."""
-    sections = [f.name for f in Settings.__dataclass_fields__.values()]
+    sections = [name for name in Settings.__dataclass_fields__ if name != "grids"]
     for name, value in tree.items():
         if name not in sections:
             raise ConfigError(f"Unknown section [{name}]. {nearest(name, sections)}")
@@ -220,44 +258,92 @@ def compose(tree: Mapping[str, Any]) -> Settings:
     part = {name: dict(tree.get(name, {})) for name in sections}
     run = build(RunSettings, part["run"], "run")
     load_plugins(run.plugins)
+    train = build(TrainSettings, part["train"], "train")
     for name, values in part["methods"].items():
-        if name not in methods:
-            raise ConfigError(
-                f"Section [methods.{name}]: there is no such method. "
-                f"{nearest(name, methods.names())}"
-            )
-        build(methods[name].Config, values, f"methods.{name}")
+        _check_method(name, values, train)
+    grids = {k: dict(v) for k, v in part["tune"].items() if isinstance(v, Mapping)}
+    for name, grid in grids.items():
+        _check_grid(name, grid)
     settings = Settings(
         run=run,
         data=_component(datasets, DataSettings, part["data"], "data"),
         split=_component(splitters, SplitSettings, part["split"], "split"),
         model=_component(models, ModelSettings, part["model"], "model"),
-        train=build(TrainSettings, part["train"], "train"),
+        train=train,
         loss=build(LossSettings, part["loss"], "loss"),
         federation=build(FederationSettings, part["federation"], "federation"),
         metrics=build(MetricOptions, part["metrics"], "metrics"),
         engine=build(EngineSettings, part["engine"], "engine"),
+        tune=build(TuneSettings, {k: v for k, v in part["tune"].items() if k not in grids}, "tune"),
+        grids=grids,
         methods=part["methods"],
     )
     settings.method_config()
     return settings
 
 
-def load_settings(source: str | Path, assignments: Sequence[str] = ()) -> Settings:
-    """Settings from a TOML file, or from a built-in one by its name (``demo``)."""
+def _check_method(name: str, values: Tree, train: TrainSettings) -> None:
+    """Refuse settings of an unknown method, and settings it does not have."""
+    if name not in methods:
+        raise ConfigError(
+            f"Section [methods.{name}]: there is no such method. {nearest(name, methods.names())}"
+        )
+    own = values.get("train", {})
+    if not isinstance(own, Mapping):
+        raise ConfigError(f"methods.{name}.train must be a section, [methods.{name}.train].")
+    for key in own:
+        if key not in OWN_TRAINING:
+            raise ConfigError(
+                f"Unknown setting methods.{name}.train.{key}. {nearest(key, OWN_TRAINING)} "
+                "Everything else of [train] is common to all methods."
+            )
+    build(TrainSettings, {**tree_of(train), **own}, f"methods.{name}.train")
+    values = {key: value for key, value in values.items() if key != "train"}
+    build(methods[name].Config, values, f"methods.{name}")
+
+
+def _check_grid(name: str, grid: Mapping[str, Any]) -> None:
+    """Refuse a grid for an unknown method, and values its setting cannot have."""
+    if name not in methods:
+        raise ConfigError(
+            f"Section [tune.{name}]: there is no such method. {nearest(name, methods.names())}"
+        )
+    for key, values in grid.items():
+        if not isinstance(values, list) or not values:
+            raise ConfigError(f"tune.{name}.{key} = {values!r} must be a list of values to try.")
+        for value in values:
+            build(methods[name].Config, {key: value}, f"tune.{name}")
+
+
+def load_settings(source: str | Path, changes: Sequence[str] = ()) -> Settings:
+    """Settings from a TOML file, or from a built-in one by its name (``demo``).
+
+    Args:
+        source: the file, or the name.
+        changes: ``section.key=value``, or further files (or names), whose settings come on top.
+    """
+    files = [source, *(change for change in changes if "=" not in change)]
+    tree: Tree = {}
+    for file in files:
+        tree = merge(tree, _read(file))
+    return compose(override(tree, [change for change in changes if "=" in change]))
+
+
+def _read(source: str | Path) -> Tree:
     path = Path(source)
     if not path.exists() and (built_in := built_in_configs().get(str(source))):
         path = built_in
-    tree = override(read_toml(path), assignments)
+    tree = read_toml(path)
     run = tree.get("run")
     if isinstance(run, dict) and isinstance(run.get("plugins"), list):
         # Relative to the file that names them, and absolute from here on: a run can be resumed
         # from any folder.
         run["plugins"] = [str((path.parent / str(p)).resolve()) for p in run["plugins"]]
-    return compose(tree)
+    return tree
 
 
 def built_in_configs() -> dict[str, Path]:
-    """Config files that come with the package, by name."""
+    """Config files that come with the package, by name (``demo``, ``methods/fedprox``)."""
     folder = Path(fedharmony.__file__).parent / "configs"
-    return {path.stem: path for path in sorted(folder.glob("*.toml"))}
+    files = sorted(folder.rglob("*.toml"), key=lambda p: (len(p.parts), p))
+    return {path.relative_to(folder).with_suffix("").as_posix(): path for path in files}

@@ -14,10 +14,14 @@ the others are held, the rest may move.
 ``I_j`` is the diagonal Fisher information of the C independent Bernoulli outputs at θ̂_j: the mean
 over images of the squared gradient of ``Σ_c BCE_c``, one gradient per image. A square of batch
 means would be smaller by about the batch size.
+
+Deviation: the paper lets every client take part in every round; ``policy`` says what U and V hold
+when they do not. Deviation: the largest entries of I_j are cut (``clip_quantile``).
 """
 
 from __future__ import annotations
 
+import math
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Annotated, Any, ClassVar, Literal
@@ -31,12 +35,12 @@ from fedharmony.losses import Batch, LossSettings, entries
 from fedharmony.methods.base import ClientView, Groups, Method, Outcome, Sweep, methods, stacked
 from fedharmony.types import PARAMS, Record, Reply, Tensors
 
-FISHER = "fisher"  # reply: u_k, v_k; message: which entry of U is the client's own
+FISHER = "fisher"  # reply: u_k, v_k; message: of which round the client's share in U, V is
 SUM_U, SUM_V = "fisher_u", "fisher_v"  # state and message: U, V
-MEMBERS = "fisher_members"  # state: whose Fisher information is in U, and of which round
+MEMBERS = "fisher_members"  # state: whose share is in U and V, and of which round it is
 SEEN = "fisher_of_"  # state, policy "memory": the last (u_j, v_j) of client j
 
-#: Server memory that the policy "memory" may take.
+#: Server memory that the policy "memory" may take, in bytes.
 LARGEST_TABLE = 16 * 2**30
 
 
@@ -49,7 +53,7 @@ class FedCurv(Method):
         """Settings of FedCurv.
 
         Attributes:
-            weight: λ, for the mean task loss; 0 is FedAvg.
+            weight: λ, for the mean task loss; 0 is FedAvg, at FedAvg's cost.
             policy: U and V from the "last_cohort", or from the last report of every client ever
                 seen ("memory": the server keeps 2P numbers per client, for few clients only).
             fisher_labels: gradients at the "true" labels (empirical Fisher), or at labels "sampled"
@@ -70,13 +74,14 @@ class FedCurv(Method):
 
     def init_state(self, params: Tensors, buffers: Tensors) -> Record:
         """As FedAvg; refuses a table that would not fit."""
-        numbers = sum(t.numel() for t in params.values())
-        needed = 2 * 4 * numbers * self.task.clients
-        if self.config.policy == "memory" and needed > LARGEST_TABLE:
+        size = 2 if self.config.payload == "float16" else 4
+        needed = self.task.clients * 2 * size * sum(t.numel() for t in params.values())
+        if self.config.weight and self.config.policy == "memory" and needed > LARGEST_TABLE:
             raise ConfigError(
-                f"methods.fedcurv.policy = 'memory' keeps (u, v) of all {self.task.clients} "
-                f"clients on the server, {needed / 2**30:.0f} GiB here. Use 'last_cohort', or "
-                "fewer clients."
+                f"methods.fedcurv.policy = 'memory' keeps (u, v) of all {self.task.clients:,} "
+                f"clients on the server, {needed / 2**30:,.1f} GiB here; "
+                f"{LARGEST_TABLE / 2**30:,.0f} GiB is the limit. Use policy = 'last_cohort', fewer "
+                "clients or a smaller model."
             )
         return super().init_state(params, buffers)
 
@@ -85,10 +90,9 @@ class FedCurv(Method):
     def broadcast(self, state: Record, round: int, clients: Sequence[int]) -> Mapping[int, Record]:
         """θ, U and V for everybody; to each client, of which round its own share in them is."""
         messages = super().broadcast(state, round, clients)
-        members = state.get(MEMBERS)
-        if not members or self.config.weight == 0:
+        if MEMBERS not in state.groups:
             return messages
-        rounds = dict(zip(members["client"].tolist(), members["round"].tolist(), strict=True))
+        rounds = _rounds(state)
         sums = {group: state.get(group) for group in (SUM_U, SUM_V)}
         return {
             k: messages[k].replace({**sums, FISHER: {"round": torch.tensor(rounds.get(k, -1))}})
@@ -96,13 +100,17 @@ class FedCurv(Method):
         }
 
     def carry(self, view: ClientView, message: Record) -> Tensors:
-        """``U_{−k}``, ``V_{−k}``: the sums without the client's own share, if it has one."""
+        """``U_{−k}``, ``V_{−k}``: the sums without the client's own share, if they hold one.
+
+        A client whose last reply was refused remembers another share than the sums may hold; then
+        it subtracts nothing.
+        """
         if SUM_U not in message.groups:
             return {}
         own = int(message.get(FISHER)["round"])
-        share = view.memory if own >= 0 and own == int(view.memory.get("round", -1)) else {}
+        mine = own >= 0 and "round" in view.memory and own == int(view.memory["round"])
         return {
-            f"{kind}.{name}": total - _read(share, f"{kind}.{name}") if share else total
+            f"{kind}.{name}": total - _read(view.memory, f"{kind}.{name}") if mine else total
             for kind, group in (("u", SUM_U), ("v", SUM_V))
             for name, total in message.get(group).items()
         }
@@ -119,16 +127,21 @@ class FedCurv(Method):
         if not carry:
             return {}
         return {
-            name: 2 * self.config.weight * (carry[f"u.{name}"] * theta - carry[f"v.{name}"])
+            name: (carry[f"u.{name}"] * theta).sub_(carry[f"v.{name}"]).mul_(2 * self.config.weight)
             for name, theta in params.items()
         }
 
-    def sweep(self) -> Sweep:
+    def sweep(self) -> Sweep | None:
         """``u_k`` and ``v_k`` of the trained model."""
         config, classes = self.config, self.task.classes
+        if config.weight == 0:
+            return None
 
         def start(params: Mapping[str, Tensor]) -> Tensors:
             return {"": torch.zeros(())} | {n: torch.zeros_like(t) for n, t in params.items()}
+
+        def draw(generator: torch.Generator, images: int) -> Tensors:
+            return {"labels": torch.rand(images, classes, generator=generator)}
 
         def objective(outputs: Tensor, batch: Batch) -> Tensor:
             if config.fisher_labels == "sampled":
@@ -141,24 +154,19 @@ class FedCurv(Method):
             return {"": carry[""] + batch.rows.sum()} | squares
 
         def finish(carry: Tensors, params: Mapping[str, Tensor]) -> Tensors:
-            fisher = {n: t / carry[""].clamp(min=1.0) for n, t in carry.items() if n}
+            fisher = {n: carry[n] / carry[""] for n in params}
             if config.clip_quantile < 1:
-                entries = torch.cat([t.flatten() for t in fisher.values()])
-                rank = max(1, round(config.clip_quantile * len(entries)))
-                largest = entries.kthvalue(rank).values
+                largest = _quantile(fisher, config.clip_quantile)
                 fisher = {n: t.minimum(largest) for n, t in fisher.items()}
-            return self._pack(
-                {f"u.{n}": t for n, t in fisher.items()}
-                | {f"v.{n}": t * params[n] for n, t in fisher.items()}
-            )
-
-        def draw(generator: torch.Generator, images: int) -> Tensors:
-            return {"labels": torch.rand(images, classes, generator=generator)}
+            u = self._pack({f"u.{n}": t for n, t in fisher.items()})
+            # From u as it is sent: a coordinate without u has no v either, and none is pulled.
+            return u | self._pack({f"v.{n}": _read(u, f"u.{n}") * t for n, t in params.items()})
 
         def shapes(params: Mapping[str, Tensor]) -> Mapping[str, tuple[int, ...]]:
-            return {n: tuple(t.shape) for n, t in finish(start(params), params).items()}
+            sent = {f"{kind}.{n}": tuple(t.shape) for kind in "uv" for n, t in params.items()}
+            scales: dict[str, tuple[int, ...]] = {f"scale.{name}": () for name in sent}
+            return sent if config.payload == "float32" else sent | scales
 
-        sampled = draw if config.fisher_labels == "sampled" else None
         return Sweep(
             FISHER,
             "gradients",
@@ -167,8 +175,8 @@ class FedCurv(Method):
             finish,
             shapes,
             objective,
-            config.fisher_samples,
-            sampled,
+            limit=config.fisher_samples,
+            draw=draw if config.fisher_labels == "sampled" else None,
         )
 
     def _pack(self, tensors: Tensors) -> Tensors:
@@ -182,7 +190,8 @@ class FedCurv(Method):
 
     def remember(self, round: int, reply: Record) -> Tensors:
         """What was sent, as it was sent: only that can be taken out of U and V again."""
-        return {**reply.get(FISHER), "round": torch.tensor(round)} if self.config.weight else {}
+        sent = reply.get(FISHER)
+        return {**sent, "round": torch.tensor(round)} if sent else {}
 
     # -- server ------------------------------------------------------------------------------------
 
@@ -190,44 +199,65 @@ class FedCurv(Method):
         self, state: Record, round: int, sent: Mapping[int, Record], replies: Iterator[Reply]
     ) -> Outcome:
         """FedAvg's mean; U and V are plain sums over the last cohort, or over all ever seen."""
-        heard: dict[int, Mapping[str, Tensor]] = {}
+        if self.config.weight == 0:
+            return super().aggregate(state, round, sent, replies)
+        remembers = self.config.policy == "memory"
+        rounds: dict[int, int] = {}
+        seen: dict[str, Mapping[str, Tensor]] = {}
         sums: Tensors = {}
 
         def noted() -> Iterator[Reply]:
             for reply in replies:
-                fisher = reply.record.get(FISHER)
-                heard[reply.client] = fisher if self.config.policy == "memory" else {}
-                if self.config.policy == "last_cohort":
+                rounds[reply.client], fisher = round, reply.record.get(FISHER)
+                if remembers:
+                    # A copy: what arrives may be a view that keeps a whole stack of clients alive.
+                    seen[f"{SEEN}{reply.client}"] = {n: t.clone() for n, t in fisher.items()}
+                else:
                     _add(sums, fisher)
                 yield reply
 
         outcome = super().aggregate(state, round, sent, noted())
-        if not heard:
+        if not rounds:
             return outcome
-        rounds = dict.fromkeys(heard, round)
-        groups: dict[str, Mapping[str, Tensor]] = {}
-        if self.config.policy == "memory":
-            members = state.get(MEMBERS)
-            if members:
-                old = zip(members["client"].tolist(), members["round"].tolist(), strict=True)
-                rounds = {**dict(old), **rounds}
-            for client in sorted(rounds):
-                fisher = heard.get(client) or state.get(f"{SEEN}{client}")
-                groups[f"{SEEN}{client}"] = fisher
+        if remembers:
+            rounds = {**_rounds(state), **rounds}
+            names = [f"{SEEN}{client}" for client in sorted(rounds)]
+            seen = {name: seen.get(name) or state.get(name) for name in names}
+            for fisher in seen.values():
                 _add(sums, fisher)
-        dtype = next(iter(state.get(PARAMS).values())).dtype
-        for kind, group in (("u.", SUM_U), ("v.", SUM_V)):
-            groups[group] = {
-                n.removeprefix(kind): t.to(dtype) for n, t in sums.items() if n.startswith(kind)
-            }
-        groups[MEMBERS] = {
+        params = state.get(PARAMS)
+        U, V = ({n: sums[f"{kind}.{n}"].to(t.dtype) for n, t in params.items()} for kind in "uv")
+        members = {
             "client": torch.tensor(sorted(rounds)),
             "round": torch.tensor([rounds[k] for k in sorted(rounds)]),
         }
-        numbers = sum(t.numel() for t in groups[SUM_U].values())
-        mean = float(sum(t.double().sum() for t in groups[SUM_U].values())) / numbers
-        log = {**outcome.log, "pull_strength": self.config.weight * mean}
-        return Outcome(outcome.state.replace(groups), outcome.weights, log)
+        total = sum(t.sum(dtype=torch.float64) for t in U.values())
+        mean = float(total) / sum(t.numel() for t in U.values())
+        return Outcome(
+            outcome.state.replace({**seen, SUM_U: U, SUM_V: V, MEMBERS: members}),
+            outcome.weights,
+            {**outcome.log, "pull_strength": self.config.weight * mean},
+        )
+
+
+def _rounds(state: Record) -> dict[int, int]:
+    """Whose share is in U and V: the round of each client's."""
+    members = state.get(MEMBERS)
+    if not members:
+        return {}
+    return dict(zip(members["client"].tolist(), members["round"].tolist(), strict=True))
+
+
+def _quantile(tensors: Tensors, share: float) -> Tensor:
+    """The smallest entry of all tensors that at least ``share`` of the entries do not exceed.
+
+    >>> float(_quantile({"a": torch.tensor([4.0, 1.0]), "b": torch.tensor([[3.0, 2.0]])}, 0.75))
+    3.0
+    """
+    values = torch.cat([t.flatten() for t in tensors.values()])
+    above = len(values) - math.ceil(share * len(values))
+    # torch.quantile takes no more than 16 million entries.
+    return values.topk(above + 1, sorted=False).values.amin()
 
 
 def _read(tensors: Mapping[str, Tensor], name: str) -> Tensor:
@@ -240,5 +270,5 @@ def _add(sums: Tensors, fisher: Mapping[str, Tensor]) -> None:
     """Add one client's u and v to float64 sums."""
     for name in fisher:
         if not name.startswith("scale."):
-            value = _read(fisher, name).double()
-            sums[name] = sums[name].add_(value) if name in sums else value.clone()
+            value = _read(fisher, name)
+            sums[name] = sums[name].add_(value) if name in sums else value.double().clone()

@@ -161,6 +161,7 @@ class FedHarmony(Method):
         "a": {"quality": False, "blocks": False},
         "ab": {"blocks": False},
     }
+    search: ClassVar[Mapping[str, Sequence[Any]]] = {"align_weight": (0.3, 1.0, 3.0, 10.0)}
 
     def __init__(self, config: Config, task: Task) -> None:
         super().__init__(config, task)

@@ -7,22 +7,25 @@ comparable; in training, part of the labels is given as known input, but never t
 received global model is unsure: these the client must learn to predict.
 
 ====================================================  ============================
-label token = text_c + state(unknown/negative/positive)  ``LabelTransformer``
+``token_c = text_c + state(s_c)``, zero for unknown   ``LabelTransformer``
 ``n_known ~ U{0, …, ⌊0.75 C⌋}``, a random subset      ``draw``, ``inputs``
-``|σ(z_c) − 0.5| ≤ ε`` of the received model: unknown  ``inputs``
+``|σ(z_c) − 0.5| ≤ ε`` (received model): unknown      ``inputs``
 ``Σ_images Σ_{c unknown} BCE_c``                      ``loss``
 ====================================================  ============================
 
-Deviation: the released code masks by uncertainty only the first image of each batch
-(``ca_mle = "first"``) and exchanges the words "positive" and "negative" (``swap_states``); here
-every image is masked and the words stand where they belong. The backbone's patches take the place
-of a ResNet's feature map.
+The server averages as FedAvg does; at inference all labels are unknown.
+
+Deviation: the released code masks by doubt only the first image of each batch and exchanges the
+words "positive" and "negative"; here every image is masked and the words stand where they belong
+(the preset ``released`` does as the code does). The backbone's patches, brought to the width of the
+tokens by a linear map, take the place of a ResNet's feature map.
 """
 
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
+from decimal import Decimal
 from typing import Annotated, Any, ClassVar, Literal
 
 import torch
@@ -47,8 +50,8 @@ class FedLGT(Method):
         Attributes:
             text: file of text embeddings of the labels (see ``docs/methods/fedlgt.md``); none draws
                 random unit vectors from the model's seed and names the run ``fedlgt-randtext``.
-            ca_mle: whose uncertain labels are masked: "all" images', the "first" one's of each
-                batch (as the released code does), or "off".
+            ca_mle: in which images the labels the received model doubts are kept unknown: "all",
+                the "first" of each batch (as the released code does), or "off" for none.
             margin: ε.
             known_share: largest share of the labels that is given as known.
             swap_states: exchange the words for positive and negative, as the released code does.
@@ -82,6 +85,8 @@ class FedLGT(Method):
         super().__init__(config, task)
         self.consults = config.ca_mle != "off"
         self.max_grad_norm = config.max_norm
+        # In decimals, as written: 0.29 · 100 is 29, not 28.999….
+        self.most = int(Decimal(str(config.known_share)) * task.classes)
 
     @classmethod
     def suffix(cls, config: Any) -> str:
@@ -92,8 +97,7 @@ class FedLGT(Method):
         """The label transformer, with its frozen tables."""
         config, text = self.config, None
         if config.text:
-            labels, states = load_label_text(config.text, self.task.labels, config.embedding)
-            text = (labels, states[[0, 2, 1]] if config.swap_states else states)
+            text = load_label_text(config.text, self.task.labels, config.embedding)
         return LabelTransformer(
             width,
             self.task.classes,
@@ -103,6 +107,7 @@ class FedLGT(Method):
             config.feedforward,
             config.dropout,
             text,
+            config.swap_states,
         )
 
     def draw(self, generator: torch.Generator, images: int) -> Tensors:
@@ -116,9 +121,9 @@ class FedLGT(Method):
     @stacked
     def inputs(self, batch: Batch, message: Groups, received: Tensor | None) -> Tensors:
         """The state of each label: a random subset known, doubtful ones and the rest unknown."""
-        largest = int(self.config.known_share * self.task.classes)
-        count = (batch.draws["count"] * (largest + 1)).long().clamp(max=largest)
-        rank = batch.draws["order"].argsort(dim=-1).argsort(dim=-1)
+        # Below 1 in float32, a draw times a whole number stays below it: at most ``most`` known.
+        count = (batch.draws["count"] * (self.most + 1)).long()
+        rank = batch.draws["order"].argsort(dim=-1, stable=True).argsort(dim=-1)
         known = (rank < count.unsqueeze(-1)) & (batch.counted > 0)
         if received is not None:
             unsure = (received.sigmoid() - 0.5).abs() <= self.config.margin

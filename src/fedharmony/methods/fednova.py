@@ -6,14 +6,17 @@ an implicitly larger say; dividing its update by ‖a_k‖₁, the sum of the co
 gradients enter it, removes that.
 
 ====================================================  ============================
-``Δ_k = θ^t − θ_k``, ``d_k = Δ_k / ‖a_k‖₁``           ``work`` gives ‖a_k‖₁
+``Δ_k = θ^t − θ_k = η Σ_s a_{k,s} g_{k,s}``           ``work`` gives ‖a_k‖₁
 ``τ_eff = Σ p_k ‖a_k‖₁``                              ``aggregate``
-``θ^{t+1} = θ^t − τ_eff Σ p_k d_k``                   ``aggregate``
+``θ^{t+1} = θ^t − τ_eff Σ p_k Δ_k / ‖a_k‖₁``          ``aggregate``
 ====================================================  ============================
 
-Written with ``q_k ∝ p_k / ‖a_k‖₁`` the step is ``θ^{t+1} = θ^t + A (Σ q_k θ_k − θ^t)``, where
-``A = τ_eff Σ p_k / ‖a_k‖₁ ≥ 1`` is the amplification: 1 exactly when all clients do equal work, and
-then the result is FedAvg's to the bit. Nothing multiplies by the learning rate: it is inside Δ_k.
+Written with ``q_k ∝ p_k / ‖a_k‖₁``, ``Σ q_k = 1``, the step is ``θ^{t+1} = θ^t + A (Σ q_k θ_k −
+θ^t)``, where ``A = τ_eff Σ p_k / ‖a_k‖₁ ≥ 1`` is the amplification: 1 exactly when all clients do
+equal work, and then the result is FedAvg's to the bit. Nothing multiplies by the learning rate: it
+is inside Δ_k.
+
+Deviation: clients send θ_k, from which the server, which knows θ^t, forms Δ_k.
 """
 
 from __future__ import annotations
@@ -25,12 +28,12 @@ from typing import Annotated, Any, ClassVar, Literal
 from annotated_types import Ge, Lt
 from torch import Tensor
 
-from fedharmony.aggregate import RunningMean
+from fedharmony.aggregate import ModelMean, RunningMean
 from fedharmony.errors import ConfigError
 from fedharmony.methods.base import Groups, Method, Outcome, Task, methods, stacked
 from fedharmony.types import BUFFERS, PARAMS, Record, Reply, Tensors
 
-MOMENTUM = "momentum"  # state: the server's momentum buffer
+MOMENTUM = "momentum"  # state: the server's momentum buffer, float64
 
 
 @methods.register("fednova")
@@ -42,11 +45,11 @@ class FedNova(Method):
         """Settings of FedNova.
 
         Attributes:
-            mu: weight of a proximal term in the local objective (plain SGD only); 0 is none.
+            mu: weight μ of a pull ``μ (θ − θ^t)`` on clients (plain SGD only); 0 is none.
             tau_eff: "mean" is the method: τ_eff = Σ p_k ‖a_k‖₁. "ones" sets τ_eff = 1, a
                 *diagnostic*: it shows how results collapse when the server divides by the local
                 work and does not multiply by τ_eff. Such runs are named ``fednova-diagnostic``.
-            max_amplification: upper limit of A; none leaves it alone.
+            max_amplification: upper limit of A; none leaves it alone, 1 gives ``Σ q_k θ_k``.
             server_momentum: of the server's step; 0 is none.
         """
 
@@ -65,9 +68,9 @@ class FedNova(Method):
         super().__init__(config, task)
         if config.mu > 0 and task.optimiser != "sgd":
             raise ConfigError(
-                f"methods.fednova.mu = {config.mu:g} needs train.optimiser = 'sgd': with "
-                f"{task.optimiser!r} the sum of the coefficients is not known. Set mu to 0, or use "
-                "plain SGD."
+                f"methods.fednova.mu = {config.mu:g} needs train.optimiser = 'sgd': with a pull, "
+                f"‖a_k‖₁ is known for plain SGD alone, and this is {task.optimiser!r}. Set mu to "
+                "0, or use plain SGD."
             )
         if config.mu * task.lr >= 1:
             raise ConfigError(
@@ -94,63 +97,68 @@ class FedNova(Method):
         return {name: self.config.mu * (params[name] - start[name]) for name in params}
 
     def work(self, steps: int) -> float:
-        """‖a_k‖₁ after τ local steps, by local solver.
+        """‖a_k‖₁ after τ local steps.
 
         ``τ`` for SGD; ``(τ − ρ (1 − ρ^τ)/(1 − ρ)) / (1 − ρ)`` for momentum ρ;
-        ``(1 − (1 − ημ)^τ) / (ημ)`` for proximal SGD; ``τ`` for Adam, whose bias-corrected first
-        moment weighs past gradients with weights that sum to 1 at every step.
+        ``(1 − (1 − ημ)^τ) / (ημ)`` for proximal SGD: summed step by step, since for small 1 − ρ or
+        ημ these forms cancel. ``τ`` for Adam, whose bias-corrected first moment weighs past
+        gradients with weights that sum to 1 at every step.
         """
-        if self.task.optimiser == "momentum":
-            rho = self.task.momentum
-            return (steps - rho * (1 - rho**steps) / (1 - rho)) / (1 - rho)
-        if self.config.mu > 0:
-            shrink = self.task.lr * self.config.mu
-            return float((1 - (1 - shrink) ** steps) / shrink)
-        return float(steps)
+        rho = self.task.momentum if self.task.optimiser == "momentum" else 0.0
+        shrink = self.task.lr * self.config.mu
+        work = velocity = 0.0
+        for _ in range(steps):
+            velocity = rho * velocity + 1
+            work = (1 - shrink) * work + velocity
+        return work
 
     def aggregate(
         self, state: Record, round: int, sent: Mapping[int, Record], replies: Iterator[Reply]
     ) -> Outcome:
-        """``θ ← θ + A (Σ q_k θ_k − θ)``; buffers are averaged plainly."""
-        params, buffers = RunningMean(), RunningMean()
+        """``θ ← θ + A (Σ q_k θ_k − θ)`` over clients that took a step; buffers as in FedAvg.
+
+        Work is counted in units of the first client's, so that equal work is exactly 1.
+        """
+        mean, others = RunningMean(), ModelMean()
         shares: dict[int, float] = {}
-        total = effort = unit = 0.0  # Σ w_k; Σ w_k of τ_eff's summands; the first client's work
+        total = effort = unit = 0.0
         for reply in replies:
             steps = int(reply.record.scalars["steps"])
+            if steps == 0:
+                continue
             weight, work = self.weight(reply), self.work(steps)
-            unit = unit or work  # work is measured in units of the first client's: equal gives 1
+            unit = unit or work
             shares[reply.client] = weight * (unit / work)
-            params.add(reply.record.get(PARAMS), shares[reply.client])
-            buffers.add(reply.record.get(BUFFERS), weight)
+            mean.add(reply.record.get(PARAMS), shares[reply.client])
+            others.add(Record({BUFFERS: reply.record.get(BUFFERS)}), weight)
             total += weight
+            # For proximal SGD the authors' code takes the mean number of steps as τ_eff.
             effort += weight * ((steps if self.config.mu > 0 else work) / unit)
         if not shares:
             return Outcome(state)
-        per_work = sum(shares.values()) / total  # Σ p_k / ‖a_k‖₁, in 1/unit
-        factor = (effort / total) * per_work
-        log = {"amplification": factor}
+        inverse = mean.weight / total  # Σ p_k / ‖a_k‖₁
+        amplification = factor = (effort / total) * inverse
         if self.config.tau_eff == "ones":
-            factor = per_work / unit
+            factor = inverse / unit
         elif self.config.max_amplification is not None:
             factor = min(factor, self.config.max_amplification)
-        log["server_step"] = factor
-        before, mean = state.get(PARAMS), params.result(exact=True)
-        moved = {n: (1 - factor) * t.double() + factor * mean[n] for n, t in before.items()}
+        before, after = state.get(PARAMS), mean.result(exact=True)
+        moved = {n: (1 - factor) * t.double() + factor * after[n] for n, t in before.items()}
         groups: dict[str, Mapping[str, Tensor]] = {}
         if self.config.server_momentum > 0:
-            moved = groups[MOMENTUM] = self._accelerate(state, moved)
-            moved = {n: before[n].double() - t for n, t in moved.items()}
+            groups[MOMENTUM] = self._velocity(state, moved)
+            moved = {n: t.double() - groups[MOMENTUM][n] for n, t in before.items()}
         groups[PARAMS] = {n: t.to(before[n].dtype) for n, t in moved.items()}
-        groups[BUFFERS] = {**state.get(BUFFERS), **buffers.result()}
-        normalised = {k: share / (per_work * total) for k, share in shares.items()}
-        return Outcome(state.replace(groups), normalised, log)
+        return Outcome(
+            others.update(state).replace(groups),
+            {k: share / mean.weight for k, share in shares.items()},
+            {"amplification": amplification, "server_step": factor},
+        )
 
-    def _accelerate(self, state: Record, moved: Tensors) -> Tensors:
-        """``u ← ρ u + (θ − θ')``: the momentum buffer after a step to θ'."""
-        before, buffer = state.get(PARAMS), state.get(MOMENTUM)
-        return {
-            name: self.config.server_momentum * buffer[name] + (before[name].double() - t)
-            if buffer
-            else before[name].double() - t
-            for name, t in moved.items()
-        }
+    def _velocity(self, state: Record, moved: Tensors) -> Tensors:
+        """``u ← γ u + (θ − θ')`` with the server's momentum γ and the plain step's result θ'."""
+        past = state.get(MOMENTUM)
+        step = {name: t.double() - moved[name] for name, t in state.get(PARAMS).items()}
+        if not past:
+            return step
+        return {name: self.config.server_momentum * past[name] + t for name, t in step.items()}

@@ -7,10 +7,10 @@ Li et al., "Federated Optimization in Heterogeneous Networks", MLSys 2020, arXiv
 ``θ^{t+1} = Σ_k p_k θ_k``                             ``aggregate`` of the base class
 ====================================================  ============================
 
-With plain SGD both placements of the pull are the same step up to its order; with Adam they differ.
-*Coupled*, the pull is part of the gradient and passes through Adam's moments, which rescale it per
-coordinate; this is what published code with Adam does. *Decoupled*, it moves the parameters after
-the step, ``θ ← θ − lr μ (θ − θ^t)``.
+*Coupled*, the pull is part of the gradient and passes through the optimiser: Adam's moments rescale
+it per coordinate. This is what published code with Adam does. *Decoupled*, it moves the parameters
+after the step, ``θ ← θ − η μ (θ − θ^t)`` with the learning rate η. With plain SGD the two differ by
+``η² μ g`` a step; with Adam they are different methods.
 """
 
 from __future__ import annotations

@@ -10,8 +10,11 @@ each then trains under everybody's normalisation, which takes away the differenc
 ====================================================  ============================
 
 Statistics are means over images of per-image values (biased standard deviation), of the images as
-they are, without augmentation. The global test set has no client: it is normalised with the mean of
-the clients' statistics, weighted by their number of images.
+they are, without augmentation.
+
+Deviation: the paper tests each client's images with that client's statistics. The global test set
+has no client: it is normalised with the mean of the clients' statistics, weighted by their number
+of images.
 """
 
 from __future__ import annotations
@@ -59,36 +62,41 @@ class FedRDN(Method):
 
     def stages(self, round: int) -> Sequence[Stage]:
         """``statistics`` before the first round (or of each cohort), then ``update``."""
-        update = Stage("update", self.broadcast, self.aggregate)
-        everyone = self.config.collect == "everyone"
+        update, everyone = super().stages(round), self.config.collect == "everyone"
         if everyone and round > 0:
-            return [update]
+            return update
         ask = Stage("statistics", self._ask, self.collect, False, self.statistics(), everyone)
-        return [ask, update]
+        return [ask, *update]
 
     # -- statistics --------------------------------------------------------------------------------
 
     def statistics(self) -> Sweep:
-        """Per channel, the mean over images of their mean and of their standard deviation."""
+        """Per channel, the mean over images of their mean and of their standard deviation.
+
+        Per image from whole numbers, ``std = √(N Σx² − (Σx)²) / N`` over its N pixels: the same
+        bits on every device.
+        """
+        channels = len(self.task.mean)
 
         def start(params: Mapping[str, Tensor]) -> Tensors:
-            zeros = torch.zeros(len(self.task.mean), dtype=torch.float64)
-            return {"mean": zeros, "std": zeros.clone(), "rows": torch.zeros(())}
+            shapes = {"mean": (channels,), "std": (channels,), "rows": ()}
+            return {n: torch.zeros(shape, dtype=torch.float64) for n, shape in shapes.items()}
 
         def fold(carry: Tensors, images: Tensor, batch: Batch) -> Tensors:
-            pixels = images.double().flatten(2) / 255
-            rows = batch.rows.unsqueeze(-1)
+            pixels = images.flatten(2).int()
+            count, total, squares = pixels.shape[-1], pixels.sum(-1), pixels.square().sum(-1)
+            rows = batch.rows.double()
             return {
-                "mean": carry["mean"] + (pixels.mean(-1) * rows).sum(0),
-                "std": carry["std"] + (pixels.std(-1, correction=0) * rows).sum(0),
-                "rows": carry["rows"] + batch.rows.sum(),
+                "mean": carry["mean"] + rows @ total.double() / count,
+                "std": carry["std"] + rows @ (count * squares - total**2).double().sqrt() / count,
+                "rows": carry["rows"] + rows.sum(),
             }
 
         def finish(carry: Tensors, params: Mapping[str, Tensor]) -> Tensors:
-            return {name: (carry[name] / carry["rows"]).float() for name in ("mean", "std")}
+            scale = 255 * carry["rows"]
+            return {name: (carry[name] / scale).float() for name in ("mean", "std")}
 
-        channels = (len(self.task.mean),)
-        shapes = {"mean": channels, "std": channels}
+        shapes = {"mean": (channels,), "std": (channels,)}
         return Sweep(STATISTICS, "images", start, fold, finish, lambda params: shapes)
 
     def _ask(self, state: Record, round: int, clients: Sequence[int]) -> Mapping[int, Record]:
@@ -98,22 +106,31 @@ class FedRDN(Method):
     def collect(
         self, state: Record, round: int, sent: Mapping[int, Record], replies: Iterator[Reply]
     ) -> Outcome:
-        """Put the replies into the table, over older entries of the same clients."""
-        table = state.get(TABLE)
-        rows = {
-            int(client): {name: table[name][i] for name in ("mean", "std", "examples")}
-            for i, client in enumerate(table.get("client", ()))
-        }
-        for reply in replies:
-            found = reply.record.get(STATISTICS)
-            rows[reply.client] = {**found, "examples": torch.tensor(reply.examples)}
-        if not rows:
+        """Put the replies into the table, over older entries of the same clients.
+
+        Logs how many clients are listed, and how far their mean lies from the normalisation that
+        the model was made for: the largest ``|μ̄ − mean| / std`` of a channel.
+        """
+        heard = list(replies)
+        if not heard:
             return Outcome(state)
-        device = next(iter(rows.values()))["mean"].device
-        fresh: Tensors = {"client": torch.tensor(sorted(rows))}
-        for name in ("mean", "std", "examples"):
-            fresh[name] = torch.stack([rows[k][name].to(device) for k in sorted(rows)])
-        return Outcome(state.replace({TABLE: fresh}))
+        table = {
+            name: torch.stack([reply.record.get(STATISTICS)[name] for reply in heard])
+            for name in ("mean", "std")
+        }
+        device = table["mean"].device
+        table["client"] = torch.tensor([reply.client for reply in heard], device=device)
+        table["examples"] = torch.tensor([reply.examples for reply in heard], device=device)
+        if before := state.get(TABLE):
+            stay = ~torch.isin(before["client"], table["client"])
+            table = {name: torch.cat([before[name][stay], new]) for name, new in table.items()}
+        order = table["client"].argsort()
+        state = state.replace({TABLE: {name: values[order] for name, values in table.items()}})
+        found = self.evaluation(state)[STATISTICS]
+        mean, std = (torch.tensor(own, device=device) for own in (self.task.mean, self.task.std))
+        shift = float(((found["pooled_mean"] - mean) / std).abs().max())
+        log = {"clients_listed": len(found["mean"]), "normalisation_shift": shift}
+        return Outcome(state, log=log)
 
     # -- training ----------------------------------------------------------------------------------
 
@@ -123,7 +140,10 @@ class FedRDN(Method):
         return dict.fromkeys(clients, message.replace(self.evaluation(state)))
 
     def evaluation(self, state: Record) -> Groups:
-        """The list (K', 3) for training, and its mean by number of images for everything else."""
+        """The list (K', 3) for training, and one pair for everything else.
+
+        That pair is the mean over all clients heard by number of images, listed or not.
+        """
         table = state.get(TABLE)
         if not table:
             return {}
@@ -141,7 +161,7 @@ class FedRDN(Method):
         }
 
     def draw(self, generator: torch.Generator, images: int) -> Tensors:
-        """Numbers in [0, 1) that choose a client for each image's mean and standard deviation."""
+        """Numbers in [0, 1) that choose whose mean and whose standard deviation an image gets."""
         if self.config.draw == "image_pair":
             choice = torch.rand(images, generator=generator)
             return {"mean": choice, "std": choice}
@@ -154,12 +174,22 @@ class FedRDN(Method):
         if STATISTICS not in message:  # nobody answered
             return super().normalise(images, message, draws)
         found = message[STATISTICS]
-        mean, std = found["pooled_mean"], found["pooled_std"]
         if draws:
-            clients = len(found["mean"])
-            mean, std = (
-                found[name][(draws[name] * clients).long().clamp(max=clients - 1)]
-                for name in ("mean", "std")
-            )
+            mean, std = (chosen(found[name], draws[name]) for name in ("mean", "std"))
+        else:
+            mean, std = (found[name].unsqueeze(-2) for name in ("pooled_mean", "pooled_std"))
         mean, std = (values[..., None, None] * 255.0 for values in (mean, std))
         return (images.float() - mean) / std
+
+
+def chosen(table: Tensor, choice: Tensor) -> Tensor:
+    """Rows of a table (..., K, 3) by numbers in [0, 1), (..., B) to (..., B, 3).
+
+    >>> table = torch.tensor([[1.0, 1, 1], [2, 2, 2], [3, 3, 3]])
+    >>> chosen(table, torch.tensor([0.0, 0.5, 0.99])).tolist()
+    [[1.0, 1.0, 1.0], [2.0, 2.0, 2.0], [3.0, 3.0, 3.0]]
+    """
+    rows = table.shape[-2]
+    index = (choice * rows).long().clamp(max=rows - 1)  # 1 − 2⁻²⁴ times K may round to K
+    table = table.expand(*choice.shape[:-1], -1, -1)
+    return table.take_along_dim(index.unsqueeze(-1), dim=-2)

@@ -13,8 +13,9 @@ the same directions, and a closed-form calibration fits the classifier at the en
 
 Deviation: the paper is single-label. With k positives and orthonormal rows a score cannot exceed
 1/√k where all positives score alike, so the target of variant ``s1`` is the label vector scaled to
-length 1. Its decisions need the calibration, which fits the raw 0/1 labels. No official code is
-known; calibration and settings follow the paper's text.
+length 1. Its decisions need the calibration, which fits the raw 0/1 labels and an intercept.
+Deviation: unknown labels leave the training loss but count as absent in the calibration; leaving
+them out would need one Gram matrix per label. No official code is known.
 """
 
 from __future__ import annotations
@@ -25,6 +26,7 @@ from dataclasses import dataclass
 from typing import Annotated, Any, ClassVar, Literal
 
 import torch
+import torch.nn.functional as F
 from annotated_types import Ge, Gt
 from torch import Tensor
 
@@ -51,7 +53,8 @@ class SphereFed(Method):
             variant: "s1": squared error to the scaled label vector, calibrated after the last
                 round; "s0": the same without calibration; "s2": the task loss on
                 ``scale · W z − scale/4``, not calibrated.
-            ridge: ρ of the calibration, in units of the mean diagonal entry of Σ A_k.
+            ridge: ρ of the calibration, in units of the mean diagonal entry of Σ A_k; the intercept
+                is penalised like every other coefficient.
             scale: of "s2".
             projection: width of a trained linear map from features to the sphere, for more labels
                 than features; none uses the features as they are.
@@ -83,7 +86,7 @@ class SphereFed(Method):
 
     def stages(self, round: int) -> Sequence[Stage]:
         """``update``; before the first, everyone counts labels; after the last, all calibrate."""
-        stages = [Stage("update", self.broadcast, self.aggregate)]
+        stages = [*super().stages(round)]
         if self.config.variant == "s2":
             return stages
         if round == 0:
@@ -132,28 +135,34 @@ class SphereFed(Method):
         )
 
     def sums(self) -> Sweep:
-        """``A_k = Z̃ᵀZ̃`` (its upper triangle) and ``B_k = Z̃ᵀY`` with Z̃ = [Z, 1], in float64."""
+        """``A_k = Z̃ᵀZ̃`` (its upper triangle) and ``B_k = Z̃ᵀY`` with Z̃ = [Z, 1]; and ``Σ ‖φ‖``.
+
+        In float64. The last diagonal entry of A_k is the number of images.
+        """
         size, classes = (self.config.projection or self.task.width) + 1, self.task.classes
 
         def start(params: Mapping[str, Tensor]) -> Tensors:
-            return {
-                "a": torch.zeros(size, size, dtype=torch.float64),
-                "b": torch.zeros(size, classes, dtype=torch.float64),
-            }
+            shapes = {"a": (size, size), "b": (size, classes), "norm": ()}
+            return {n: torch.zeros(shape, dtype=torch.float64) for n, shape in shapes.items()}
 
         def fold(carry: Tensors, features: Tensor, batch: Batch) -> Tensors:
-            z = torch.cat([features, torch.ones_like(features[..., :1])], dim=-1).double()
-            z = z * batch.rows.unsqueeze(-1)
+            features, rows = features.double(), batch.rows.double()
+            z = F.normalize(features, dim=-1)
+            z = torch.cat([z, torch.ones_like(z[:, :1])], dim=-1) * rows.unsqueeze(-1)
             y = (batch.labels * (batch.counted > 0)).double()
-            return {"a": carry["a"] + z.mT @ z, "b": carry["b"] + z.mT @ y}
+            return {
+                "a": carry["a"] + z.mT @ z,
+                "b": carry["b"] + z.mT @ y,
+                "norm": carry["norm"] + features.norm(dim=-1) @ rows,
+            }
 
         return Sweep(
             SUMS,
             "features",
             start,
             fold,
-            lambda carry, params: {"a": pack_upper(carry["a"]), "b": carry["b"]},
-            lambda params: {"a": (size * (size + 1) // 2,), "b": (size, classes)},
+            lambda carry, params: {**carry, "a": pack_upper(carry["a"])},
+            lambda params: {"a": (size * (size + 1) // 2,), "b": (size, classes), "norm": ()},
         )
 
     # -- server ------------------------------------------------------------------------------------
@@ -176,7 +185,11 @@ class SphereFed(Method):
     def calibrate(
         self, state: Record, round: int, sent: Mapping[int, Record], replies: Iterator[Reply]
     ) -> Outcome:
-        """``W*ᵀ = (Σ A_k + ρI)⁻¹ Σ B_k``; a label nobody has keeps its fixed direction."""
+        """``W*ᵀ = (Σ A_k + ρI)⁻¹ Σ B_k``; a label nobody has keeps its fixed direction.
+
+        Logs the mean of ‖φ‖, which nothing bounds: the cosines do not depend on it, but the steps
+        on the sphere shrink as it grows.
+        """
         total: Tensors = {}
         for reply in replies:
             for name, tensor in reply.record.get(SUMS).items():
@@ -188,17 +201,20 @@ class SphereFed(Method):
         ridge = self.config.ridge * gram.diagonal().mean()
         solved = torch.linalg.solve(gram + ridge * torch.eye(size).to(gram), total["b"]).mT
         seen = total["b"][-1] > 0  # the constant's row counts each label's positives
-        frozen = state.get(FROZEN)
-        weight = torch.where(seen.unsqueeze(-1), solved[:, :-1], frozen["head.weight"].double())
-        bias = torch.where(seen, solved[:, -1], 0.0)
-        fitted = {"head.weight": weight, "head.bias": bias}
-        fitted = {name: tensor.to(frozen[name].dtype) for name, tensor in fitted.items()}
-        return Outcome(state.replace({FROZEN: {**frozen, **fitted}}, {"calibrated": True}))
+        fixed = state.get(FROZEN)
+        fitted = {
+            "head.weight": torch.where(seen[:, None], solved[:, :-1], fixed["head.weight"]),
+            "head.bias": torch.where(seen, solved[:, -1], fixed["head.bias"]),
+        }
+        fitted = {name: tensor.to(fixed[name].dtype) for name, tensor in fitted.items()}
+        log = {"feature_norm": float(total["norm"] / gram[-1, -1])}
+        return Outcome(state.replace({FROZEN: {**fixed, **fitted}}, {"calibrated": True}), log=log)
 
     def predict(self, outputs: Tensor, state: Record) -> Tensor:
-        """Scores with 0.5 where the variant decides: a steep sigmoid keeps order and decision.
+        """``σ(4 (ŷ − t))``: order kept, 0.5 at the threshold t, and slope 1 there.
 
-        Calibrated: at ŷ = 0.5. Before calibration: at a cosine of 0.5/√k̂.
+        Calibrated scores decide at t = 0.5, cosines (before calibration) at t = 0.5/√k̂. "s2" has
+        logits.
         """
         if self.config.variant == "s2":
             return self._logits(outputs).sigmoid()

@@ -272,10 +272,11 @@ def layer_norm(x: Tensor, weight: Tensor, bias: Tensor, eps: float) -> Tensor:
 
 
 def dropout(x: Tensor, rate: float, seeds: Tensor, place: int) -> Tensor:
-    """Dropout whose mask depends on (seed of the row, place, position) alone.
+    """Dropout whose mask depends on (seed of the row, place, position in the row) alone.
 
     A mask drawn from a generator would change with the number of clients in the stack, and between
-    devices. Here each position hashes its own number: the same on every device, in every stack.
+    devices. Here a hash of seed, place and position decides, the same in every stack and on every
+    device; each hash has 32 bits and decides for two neighbouring positions.
 
     >>> x, seeds = torch.ones(1, 2, 4000), torch.tensor([[7, 8]])
     >>> kept = dropout(x, 0.25, seeds, place=0)
@@ -286,27 +287,34 @@ def dropout(x: Tensor, rate: float, seeds: Tensor, place: int) -> Tensor:
 
     Args:
         x: (M, B, ...).
-        rate: chance that an entry becomes 0; the others are divided by 1 − rate.
-        seeds: (M, B) int64 below 2³¹.
+        rate: chance below 1 that an entry becomes 0, taken to the nearest multiple of 2⁻¹⁶; what
+            stays is divided by the chance to stay.
+        seeds: (M, B) whole numbers in [0, 2³¹).
         place: tells uses of the same seeds apart.
 
     Returns:
         as ``x``.
     """
-    if rate == 0.0:
+    below = min(round(rate * 2**16), 2**16 - 1)
+    if below == 0:
         return x
     size = math.prod(x.shape[2:])
-    count = torch.arange(size, dtype=torch.int32, device=x.device)
-    word = (_mixed(seeds + place * 0x9E3779B1)[..., None] + count) & 0xFFFFFFFF
-    kept = (_mixed(word) & 0xFFFFFF) >= round(rate * 2**24)
-    return x * (kept.view(x.shape).to(x.dtype) / (1.0 - rate))
+    rows = _mixed(_mixed(seeds.to(torch.int32, copy=True)) + place)
+    pairs = _mixed(torch.arange((size + 1) // 2, dtype=torch.int32, device=x.device))
+    bits = _mixed(rows.unsqueeze(-1) ^ pairs).view(torch.int16)[..., :size]
+    # Written as numbers at once: through a tensor of bool it would take twice the time on a CPU.
+    kept = torch.ge(bits, below - 2**15, out=x.new_empty(bits.shape))
+    return x * kept.mul_(2**16 / (2**16 - below)).view(x.shape)
 
 
 def _mixed(word: Tensor) -> Tensor:
-    """A 32-bit hash of whole numbers (multiply and fold), in int64 without overflow."""
-    for multiplier in (0x7FEB352D, 0x846CA68B):
-        word = ((word ^ (word >> 16)) * multiplier) & 0xFFFFFFFF
-    return word ^ (word >> 16)
+    """A 32-bit hash of int32 numbers, in place: Wellons' ``lowbias32``, a permutation of them.
+
+    Products wrap around modulo 2³²; the masks make int32's arithmetic shifts logical ones.
+    """
+    for shift, multiplier in ((16, 0x7FEB352D), (15, 0x846CA68B - 2**32)):
+        word.bitwise_xor_((word >> shift).bitwise_and_(2 ** (32 - shift) - 1)).mul_(multiplier)
+    return word.bitwise_xor_((word >> 16).bitwise_and_(2**16 - 1))
 
 
 def attention(query: Tensor, key: Tensor, value: Tensor) -> Tensor:

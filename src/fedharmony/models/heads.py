@@ -83,7 +83,7 @@ class SphereHead(Head):
         return shapes
 
     def init(self, generator: torch.Generator) -> Tensors:
-        """Orthonormal rows from the QR decomposition of a Gaussian matrix, uniform in direction."""
+        """Orthonormal rows, zero biases and, if there is one, a Gaussian map to the sphere."""
         sphere = self.projection or self.width
         params = {"head.weight": orthonormal_rows(self.classes, sphere, generator)}
         params["head.bias"] = torch.zeros(self.classes)
@@ -94,10 +94,8 @@ class SphereHead(Head):
         return params
 
     def embed(self, params: Mapping[str, Tensor], features: Tensor) -> Tensor:
-        """Unit vectors z (M, B, L)."""
-        if self.projection:
-            features = features @ params["head.project.weight"].mT
-        return F.normalize(features, dim=-1)
+        """φ (M, B, L) before it is scaled to the sphere: its length is worth watching."""
+        return features @ params["head.project.weight"].mT if self.projection else features
 
     def apply(
         self,
@@ -105,13 +103,16 @@ class SphereHead(Head):
         features: Tensor,
         inputs: Mapping[str, Tensor] | None = None,
     ) -> Tensor:
-        """Cosines (M, B, C); after a calibration, its linear scores."""
-        z = self.embed(params, features)
+        """Cosines (M, B, C), 0 for φ = 0; after a calibration, its linear scores."""
+        z = F.normalize(self.embed(params, features), dim=-1)
         return linear(z, params["head.weight"], params["head.bias"])
 
 
 def orthonormal_rows(rows: int, width: int, generator: torch.Generator) -> Tensor:
-    """Random orthonormal rows (rows, width), rows <= width; float32.
+    """Random orthonormal rows (rows, width), rows <= width, uniform over all such.
+
+    Found in float64 (the Q of a Gaussian matrix, with the signs that make R's diagonal positive),
+    given in float32: orthonormal up to that rounding.
 
     >>> rows = orthonormal_rows(2, 3, torch.Generator().manual_seed(0))
     >>> torch.allclose(rows @ rows.T, torch.eye(2), atol=1e-6)

@@ -2,9 +2,11 @@
 
 Lanchantin et al., "General Multi-label Image Classification with Transformers", CVPR 2021. Each
 label is a token: the text embedding of its name plus an embedding of its state (unknown, negative,
-positive). Patches and label tokens attend to each other; label token c gives logit c.
+positive). Patches and label tokens attend to each other; label token c gives logit c, through a
+read-out row of its own.
 
-Text and state embeddings are frozen, shared by everybody, and never sent.
+Text and state embeddings are frozen, the same for everybody, and never sent. The embedding of
+"unknown" is the zero vector.
 """
 
 from __future__ import annotations
@@ -23,7 +25,7 @@ from fedharmony.types import Tensors
 UNKNOWN, NEGATIVE, POSITIVE = 0, 1, 2
 
 
-@dataclass(frozen=True)
+@dataclass(frozen=True, eq=False)
 class LabelTransformer(Head):
     """Post-norm transformer layers over [patches; label tokens].
 
@@ -45,7 +47,8 @@ class LabelTransformer(Head):
         feedforward: hidden width of a layer's MLP.
         rate: dropout rate in training.
         text: label table (C, embedding) and state table (3, embedding) in the order unknown,
-            negative, positive; none draws orthonormal ones from the model's seed.
+            negative, positive; none draws random unit vectors from the model's seed.
+        swap_states: exchange the embeddings of negative and positive.
     """
 
     width: int
@@ -56,6 +59,7 @@ class LabelTransformer(Head):
     feedforward: int = 512
     rate: float = 0.1
     text: tuple[Tensor, Tensor] | None = None
+    swap_states: bool = False
 
     reads = "patches"
     frozen = frozenset({"head.labels", "head.states"})
@@ -81,22 +85,25 @@ class LabelTransformer(Head):
         return shapes | _linear("head.out", c, e)
 
     def init(self, generator: torch.Generator) -> Tensors:
-        """Weights and biases uniform in ±1/√fan_in; norms at one and zero; tables as given."""
+        """Weights and biases uniform in ±1/√fan_in; norms at one and zero; tables as given.
+
+        Random tables are drawn last: with and without text, training starts from the same weights.
+        """
         shapes, params = self.shapes(), {}
-        params["head.labels"], params["head.states"] = self.text or self._random_text(generator)
         for name, shape in shapes.items():
-            if name in params:
-                continue
             if ".norm" in name:
                 params[name] = torch.full(shape, float(name.endswith("weight")))
-            else:
+            elif name not in self.frozen:
                 fan_in = shapes[name.replace(".bias", ".weight")][1]
                 uniform = torch.rand(shape, generator=generator) * 2 - 1
                 params[name] = uniform * fan_in**-0.5
+        labels, states = self.text or self._random_text(generator)
+        order = [UNKNOWN, POSITIVE, NEGATIVE] if self.swap_states else [UNKNOWN, NEGATIVE, POSITIVE]
+        params |= {"head.labels": labels, "head.states": states[order]}
         return {name: params[name] for name in shapes}
 
     def _random_text(self, generator: torch.Generator) -> tuple[Tensor, Tensor]:
-        """Unit vectors in place of text: orthonormal as far as the width allows."""
+        """Unit vectors in place of text, orthonormal where the width has room for all of them."""
         rows = self.classes + 2
         if rows <= self.embedding:
             table = orthonormal_rows(rows, self.embedding, generator)
@@ -119,7 +126,7 @@ class LabelTransformer(Head):
         states = inputs.get("states")
         if states is None:
             states = features.new_zeros(clients, images, self.classes, dtype=torch.long)
-        # The tables are the same for all clients: index the one behind the client axis.
+        # The tables are the same for all clients: read the first client's.
         labels = params["head.labels"][0] + params["head.states"][0][states]
         x = linear(features, params["head.project.weight"], params["head.project.bias"])
         x = torch.cat([x, labels.to(x.dtype)], dim=2)

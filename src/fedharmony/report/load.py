@@ -163,12 +163,10 @@ class RunView:
         events = (*self.rounds, *self.evaluations)
         return sum(number(e.get("seconds")) for e in events) if events else math.nan
 
-    def traffic(self, direction: str) -> float:
-        """Bytes over all rounds, ``direction`` being ``"up"`` or ``"down"``; nan if unknown."""
-        key = f"bytes_{direction}"
-        if self._results_are_latest and key in self.results:
-            return number(self.results[key])
-        return sum(number(e.get(key)) for e in self.rounds) if self.rounds else math.nan
+    def per_round(self, key: str) -> float:
+        """Mean over rounds of ``seconds`` (without evaluation), ``bytes_up`` or ``bytes_down``."""
+        values = [number(event.get(key)) for event in self.rounds]
+        return sum(values) / len(values) if values else math.nan
 
     @property
     def baselines(self) -> dict[str, dict[str, float]]:

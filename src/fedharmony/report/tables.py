@@ -86,7 +86,7 @@ _MEANINGS = {
     "OR": "recall over all positives",
     "OF1": "harmonic mean of OP and OR",
 }
-_KEEP_FIRST = ("mAP", "CF1", "OF1", "O-mAP", "CP", "CR", "OP", "OR", "structure r", "seconds")
+_KEEP_FIRST = ("mAP", "CF1", "OF1", "O-mAP", "CP", "CR", "OP", "OR", "structure r")
 
 #: All columns in table order; a table shows those for which some run has a value.
 COLUMNS: tuple[Column, ...] = (
@@ -103,9 +103,9 @@ COLUMNS: tuple[Column, ...] = (
         True,
         _KEEP_FIRST.index("structure r"),
     ),
-    Column("seconds", "seconds", "time of all rounds and evaluations", 1.0, 0, False, 9),
-    Column("bytes_up", "MB up", "sent by clients, all rounds", 1e-6, 1, False, 10),
-    Column("bytes_down", "MB down", "sent to clients, all rounds", 1e-6, 1, False, 11),
+    Column("seconds", "s/round", "mean time of a round, without evaluation", 1.0, 2, False, 9),
+    Column("bytes_up", "MB up", "sent by all clients, per round", 1e-6, 2, False, 10),
+    Column("bytes_down", "MB down", "sent to all clients, per round", 1e-6, 2, False, 11),
 )
 
 
@@ -199,7 +199,7 @@ class MetricTable:
     def to_rich(self, width: int = 80) -> Table:
         """A table for a terminal ``width`` columns wide; secondary columns go first if too narrow.
 
-        Kept as long as they fit: mAP, CF1, OF1, O-mAP, CP, CR, OP, OR, structure r, seconds, MB.
+        Kept as long as they fit: mAP, CF1, OF1, O-mAP, CP, CR, OP, OR, structure r, s/round, MB.
         """
         kept = self._columns_within(width)
         left_out = len(self.columns) - len(kept)
@@ -278,8 +278,8 @@ class MetricTable:
 
         Columns: ``kind`` (``run`` or ``baseline``), ``method``, ``seed`` (empty for baselines),
         ``complete``, then the metrics as fractions, ``structure_r``, ``seconds``, ``bytes_up`` and
-        ``bytes_down`` as far as known. There are no summary rows: every summary follows from
-        these, and a file that mixes both is easily averaged twice.
+        ``bytes_down`` per round, as far as known. There are no summary rows: every summary follows
+        from these, and a file that mixes both is easily averaged twice.
         """
         out = io.StringIO()
         writer = csv.writer(out, lineterminator="\n")
@@ -382,9 +382,7 @@ def _run_row(label: str, run: RunView) -> RunRow:
     values = {
         **{name: run.metrics.get(name, math.nan) for name in METRIC_NAMES},
         "structure_r": run.structure.get("soft_pearson", math.nan),
-        "seconds": run.seconds,
-        "bytes_up": run.traffic("up"),
-        "bytes_down": run.traffic("down"),
+        **{key: run.per_round(key) for key in ("seconds", "bytes_up", "bytes_down")},
     }
     return RunRow(label, run.seed, values, run.status == "completed")
 

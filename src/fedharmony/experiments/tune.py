@@ -1,0 +1,209 @@
+"""Choosing settings: the learning rate, and one setting of each method.
+
+Methods differ in the settings that suit them; compared at one common setting, some are compared at
+a bad one. A trial is an ordinary run that is evaluated on images held out of the training clients
+(``split.holdout``): the test set plays no part. First the learning rates are tried at the method's
+own defaults, then the values of its setting at the best learning rate.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from dataclasses import dataclass, replace
+from pathlib import Path
+from typing import Any
+
+from fedharmony.config import to_toml, tree_of
+from fedharmony.engine.checkpoint import write_file
+from fedharmony.errors import CheckpointError, ConfigError
+from fedharmony.experiments.compare import Planned, execute, names_of
+from fedharmony.experiments.folder import RunFolder, make_folder
+from fedharmony.experiments.run import Observer
+from fedharmony.experiments.settings import Component, Settings
+from fedharmony.methods.base import methods
+
+#: The metric that decides.
+CRITERION = "mAP"
+
+
+@dataclass(frozen=True)
+class Trial:
+    """One run of a search: what was tried, and what it gave on the held-out images."""
+
+    method: str
+    changes: Mapping[str, Any]
+    score: float
+    folder: str
+
+
+@dataclass(frozen=True)
+class Found:
+    """The best settings of one method.
+
+    Attributes:
+        method: its name.
+        lr: best learning rate.
+        setting: the method's setting that was searched, if it has one.
+        value: its best value; None if the default won.
+        default: its default.
+        score: the best score.
+        start: the score at the configured learning rate and the method's defaults, if tried.
+        edges: settings whose best value lies at the end of its grid.
+    """
+
+    method: str
+    lr: float
+    setting: str | None
+    value: Any
+    default: Any
+    score: float
+    start: float | None
+    edges: tuple[str, ...]
+
+
+class Search:
+    """Trials of several methods, in one folder; finished ones are kept, so it can be continued."""
+
+    def __init__(self, settings: Settings, labels: Sequence[str], out: Path) -> None:
+        self.settings, self.out = settings, out
+        self.methods = names_of(labels)
+        for name in self.methods:
+            if ":" in name:
+                raise ConfigError(
+                    f"'fedharmony tune' searches settings of methods, not of presets: {name!r}. "
+                    f"Give {name.partition(':')[0]!r}."
+                )
+            self.grid(name)
+        for run in self.plan():
+            if run.folder.holds_run() and run.folder.open().sha256() != run.settings.sha256():
+                raise CheckpointError(
+                    f"{run.folder.path} holds a trial with other settings. Choose another folder "
+                    "with --out, or remove that one."
+                )
+
+    # -- what is tried -----------------------------------------------------------------------------
+
+    def rates(self) -> tuple[float, ...]:
+        """Learning rates, ascending."""
+        lr = self.settings.train.lr
+        return tuple(sorted(self.settings.tune.lr or (lr / 3, lr, lr * 3)))
+
+    def grid(self, method: str) -> tuple[str, tuple[Any, ...]] | None:
+        """The setting of a method that is searched, and its values."""
+        found = self.settings.grids.get(method) or methods[method].search
+        if len(found) > 1:
+            raise ConfigError(
+                f"[tune.{method}] names {len(found)} settings ({', '.join(found)}); one is "
+                "searched. Choose the one that matters most."
+            )
+        return next(((key, tuple(values)) for key, values in found.items()), None)
+
+    def trial(self, method: str, lr: float, changes: Mapping[str, Any]) -> Planned:
+        """The run that tries a learning rate and a value."""
+        base, tune = self.settings, self.settings.tune
+        own = {**base.methods.get(method, {}), **changes}
+        own["train"] = {**own.get("train", {}), "lr": lr}
+        common = replace(base.split.common, holdout=tune.holdout)
+        settings = replace(
+            base.with_run(method),
+            run=replace(base.run, method=method, rounds=tune.rounds or base.run.rounds),
+            split=Component(common, base.split.own),
+            methods={**base.methods, method: own},
+        )
+        settings.method_config()
+        name = "_".join([f"lr={lr:g}", *(f"{key}={value}" for key, value in changes.items())])
+        return Planned(settings, RunFolder(self.out / "trials" / method / name))
+
+    def plan(self) -> Iterator[Planned]:
+        """Every trial that may be run, to be checked before the first one is."""
+        for method in self.methods:
+            for lr in self.rates():
+                yield self.trial(method, lr, {})
+                if grid := self.grid(method):
+                    for value in grid[1]:
+                        yield self.trial(method, lr, {grid[0]: value})
+
+    @property
+    def size(self) -> int:
+        """The number of trials, at most."""
+        grids = [self.grid(name) for name in self.methods]
+        return sum(len(self.rates()) + (len(grid[1]) if grid else 0) for grid in grids)
+
+    # -- the search --------------------------------------------------------------------------------
+
+    def run(self, observer: Callable[[int, Planned], Observer]) -> list[Found]:
+        """All methods, one after the other; ``tune.json`` and ``tuned.toml`` grow with them."""
+        make_folder(self.out)
+        trials: list[Trial] = []
+        found: list[Found] = []
+
+        def score(method: str, lr: float, changes: Mapping[str, Any]) -> float:
+            planned, number = self.trial(method, lr, changes), len(trials)
+            (results,) = execute([planned], lambda _, run: observer(number, run))
+            value = float(results["metrics"][CRITERION] or 0.0)
+            path = planned.folder.path.relative_to(self.out).as_posix()
+            trials.append(Trial(method, {"train.lr": lr, **changes}, value, path))
+            return value
+
+        for method in self.methods:
+            found.append(self._search(method, score))
+            self._write(found, trials)
+        return found
+
+    def _search(
+        self, method: str, score: Callable[[str, float, Mapping[str, Any]], float]
+    ) -> Found:
+        rates = self.rates()
+        by_rate = {lr: score(method, lr, {}) for lr in rates}
+        lr = _best(by_rate)
+        best, edges = by_rate[lr], ["train.lr"] if _at_edge(lr, rates) else []
+        setting, value, default = None, None, None
+        if grid := self.grid(method):
+            setting, values = grid
+            default = getattr(self.settings.with_run(method).method_config(), setting)
+            by_value = {default: best} | {
+                v: score(method, lr, {setting: v}) for v in values if v != default
+            }
+            chosen = _best(by_value)
+            value = None if chosen == default else chosen
+            best = by_value[chosen]
+            if all(isinstance(v, int | float) for v in values) and _at_edge(chosen, values):
+                edges.append(setting)
+        start = by_rate.get(self.settings.train.lr)
+        return Found(method, lr, setting, value, default, best, start, tuple(edges))
+
+    def _write(self, found: Sequence[Found], trials: Sequence[Trial]) -> None:
+        RunFolder(self.out).write_json(
+            "tune.json",
+            {
+                "criterion": f"{CRITERION} on held-out images",
+                "holdout": self.settings.tune.holdout,
+                "found": [tree_of(f) for f in found],
+                "trials": [
+                    {"method": t.method, "changes": dict(t.changes), CRITERION: t.score}
+                    | {"folder": t.folder}
+                    for t in trials
+                ],
+            },
+        )
+        sections = {
+            f.method: ({f.setting: f.value} if f.setting and f.value is not None else {})
+            | {"train": {"lr": f.lr}}
+            for f in found
+        }
+        head = (
+            "# Found by `fedharmony tune` on images held out of the training clients.\n"
+            "# Use on top of the same task: fedharmony compare CONFIG tuned.toml --methods all\n\n"
+        )
+        write_file(self.out / "tuned.toml", (head + to_toml({"methods": sections})).encode())
+
+
+def _best(scores: Mapping[Any, float]) -> Any:
+    """The key with the highest score; the first of equals, and never one without a score."""
+    return max(scores, key=lambda key: -math.inf if math.isnan(scores[key]) else scores[key])
+
+
+def _at_edge(value: Any, grid: Sequence[Any]) -> bool:
+    """Whether a better value may lie outside of the grid."""
+    return len(grid) > 1 and value in (min(grid), max(grid))

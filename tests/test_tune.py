@@ -1,0 +1,258 @@
+"""Layers of settings, settings of one method alone, held-out images, and the search."""
+
+from __future__ import annotations
+
+import json
+import tomllib
+from dataclasses import replace
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+import torch
+
+from fedharmony.config import build
+from fedharmony.errors import CheckpointError, ConfigError
+from fedharmony.experiments import run as runs
+from fedharmony.experiments import tune
+from fedharmony.experiments.compare import Planned, plan
+from fedharmony.experiments.run import assemble, hold_out
+from fedharmony.experiments.settings import Settings, built_in_configs, load_settings
+from fedharmony.experiments.tune import Search
+from fedharmony.methods.base import methods
+from fedharmony.partition.base import Partition
+
+SMALL = [
+    *("data.train=120", "data.test=40", "split.clients=4", "run.rounds=2", "split.min_size=5"),
+    *("train.epochs=1", "engine.threads=1", "model.width=16", "model.depth=1", "model.heads=2"),
+]
+
+# -- config files ---------------------------------------------------------------------------------
+
+
+def test_files_are_laid_on_top_of_each_other_then_come_assignments(tmp_path: Path) -> None:
+    (tmp_path / "more.toml").write_text("[run]\nrounds = 7\n[methods.fedprox]\nmu = 0.5\n")
+    more = str(tmp_path / "more.toml")
+    settings = load_settings("demo", ["run.method=fedprox", more, "run.seed=3"])
+    assert (settings.run.rounds, settings.run.seed, settings.train.batch_size) == (7, 3, 16)
+    assert settings.method_config().mu == 0.5
+    assert load_settings("demo", [more, "run.rounds=9"]).run.rounds == 9  # whatever the order
+    assert load_settings("demo", ["run.rounds=9", more]).run.rounds == 9
+
+
+@pytest.mark.parametrize("name", methods.names())
+def test_every_method_has_a_config_file_that_lists_its_settings(name: str) -> None:
+    """The file holds the defaults themselves, and the grid that ``tune`` uses."""
+    if methods[name].__module__ != f"fedharmony.methods.{name}":
+        pytest.skip("not a method of the package")
+    path = built_in_configs()[f"methods/{name}"]
+    tree = tomllib.loads(path.read_text())
+    own = tree.get("methods", {}).get(name, {})
+    config = methods[name].Config
+    assert tree["run"]["method"] == name
+    assert build(config, own, name) == config()
+    text = path.read_text()
+    for setting in config.__dataclass_fields__:
+        assert setting in text, f"{setting} is not in {path.name}"
+    grid = {key: tuple(values) for key, values in tree.get("tune", {}).get(name, {}).items()}
+    assert grid == dict(methods[name].search)
+    load_settings("demo", [f"methods/{name}"])
+
+
+def test_a_method_may_have_its_own_optimiser_settings() -> None:
+    changes = ["methods.fedprox.train.lr=0.01", "methods.fedprox.train.optimiser=sgd"]
+    settings = load_settings("demo", [*changes, "run.method=fedprox"])
+    assert (settings.training.lr, settings.training.optimiser) == (0.01, "sgd")
+    assert settings.training.epochs == settings.train.epochs
+    other = settings.with_run("fedavg")
+    assert (other.training.lr, other.training.optimiser) == (1e-3, "adam")
+    again = runs_settings(settings)
+    assert again.training == settings.training
+    assert again.sha256() == settings.sha256()
+
+
+def runs_settings(settings: Settings) -> Settings:
+    from fedharmony.experiments.settings import compose
+
+    return compose(settings.tree())
+
+
+@pytest.mark.parametrize(
+    ("change", "words"),
+    [
+        ("methods.fedprox.train.epochs=3", ["train.epochs", "common to all"]),
+        ("methods.fedprox.train.lr=-1.0", ["methods.fedprox.train.lr"]),
+        ("methods.fedprox.train=3", ["must be a section"]),
+        ("tune.fedprox.mu=0.1", ["tune.fedprox.mu", "list"]),
+        ("tune.fedprox.mu=[-1.0]", ["tune.fedprox.mu"]),
+        ("tune.fedprox.nu=[1.0]", ["tune.fedprox.nu", "'mu'"]),
+        ("tune.fedprix.mu=[1.0]", ["tune.fedprix", "'fedprox'"]),
+        ("tune.holdout=1.0", ["tune.holdout"]),
+        ("split.holdout=-0.1", ["split.holdout"]),
+        ("nothing.toml", ["nothing.toml"]),
+    ],
+)
+def test_wrong_settings_are_refused(change: str, words: list[str]) -> None:
+    with pytest.raises(ConfigError) as caught:
+        load_settings("demo", [change])
+    for word in words:
+        assert word in str(caught.value)
+
+
+def test_a_label_says_what_the_settings_make_of_a_method() -> None:
+    demo = load_settings("demo")
+    assert demo.with_run("fedlgt").label == "fedlgt-randtext"
+    assert demo.with_run("fednova").label == "fednova"
+    assert demo.with_run("fednova:diagnostic").label == "fednova-diagnostic:diagnostic"
+    changed = load_settings("demo", ['methods.fednova.tau_eff="ones"', "run.method=fednova"])
+    assert changed.label == "fednova-diagnostic"
+    (run,) = plan(changed, ["fednova"], [0], Path("somewhere"))
+    assert run.label == "fednova-diagnostic"
+    assert "fednova-diagnostic" in run.folder.path.as_posix()
+
+
+# -- held-out images ------------------------------------------------------------------------------
+
+
+def test_hold_out_takes_the_share_of_each_client_and_leaves_one_image() -> None:
+    """Sizes 10, 3, 1 with 0.3: round(3), round(0.9) = 1 and, of one image, none."""
+    parts = (np.arange(10), np.arange(10, 13), np.array([13]))
+    partition = Partition(parts, images=14, seed=5)
+    kept, held = hold_out(partition, 0.3)
+    assert [len(k) for k in kept] == [7, 2, 1]
+    assert len(held) == 4
+    together = np.sort(np.concatenate([*kept, held]))
+    assert together.tolist() == list(range(14))
+    assert all((np.diff(k) > 0).all() for k in kept)
+    _, same = hold_out(partition, 0.3)
+    assert (same == held).all()
+    assert (hold_out(replace(partition, seed=6), 0.3)[1] != held).any()
+    assert [len(k) for k in hold_out(partition, 0.999)[0]] == [1, 1, 1]
+    with pytest.raises(ConfigError, match="no image at all"):
+        hold_out(Partition((np.array([0]), np.array([1])), images=2), 0.4)
+
+
+def test_a_run_with_held_out_images_never_sees_the_test_set() -> None:
+    assembly = assemble(load_settings("demo", [*SMALL, "split.holdout=0.25"]))
+    plain = assemble(load_settings("demo", SMALL))
+    assert assembly.partition.sha256 == plain.partition.sha256
+    trained = {int(i) for part in assembly.clients for i in part}
+    images = assembly.data.train
+    held = [i for i in range(len(images)) if i not in trained]
+    assert len(assembly.data.test) == len(held)
+    shown = assembly.data.test.images.gather(torch.arange(len(held)), "cpu")
+    assert torch.equal(shown, images.images.gather(torch.tensor(held), "cpu"))
+    assert (assembly.data.test.labels == images.labels[held]).all()
+    for part, own in zip(assembly.clients, plain.clients, strict=True):
+        assert set(part) < set(own)
+
+
+# -- the search -----------------------------------------------------------------------------------
+
+
+def fake_scores(
+    monkeypatch: pytest.MonkeyPatch, scores: dict[tuple[float, Any], float]
+) -> list[Any]:
+    """Replace training by a table from (lr, value of the setting) to the score."""
+    seen: list[Any] = []
+
+    def execute(planned: list[Planned], observer: Any) -> list[dict[str, Any]]:
+        (run,) = planned
+        config = run.settings.method_config()
+        key = (run.settings.training.lr, getattr(config, "mu", None))
+        seen.append((run.label, *key, run.settings.split.common.holdout, run.settings.run.rounds))
+        return [{"metrics": {"mAP": scores.get(key, 0.0)}}]
+
+    monkeypatch.setattr(tune, "execute", execute)
+    return seen
+
+
+def test_first_the_rate_then_the_setting(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
+    changes = ["tune.lr=[0.1, 0.01, 0.001]", "tune.rounds=5", "tune.fedprox.mu=[0.1, 1.0]"]
+    settings = load_settings("demo", [*changes, "train.lr=0.01"])
+    scores = {
+        (0.001, 0.01): 0.3,
+        (0.01, 0.01): 0.6,
+        (0.1, 0.01): 0.5,
+        (0.01, 0.1): 0.7,
+        (0.01, 1.0): 0.65,
+        (0.1, 0.1): 0.9,  # never tried: the rate is fixed first
+        (0.001, None): 0.4,
+    }
+    seen = fake_scores(monkeypatch, scores)
+    search = Search(settings, ["fedprox", "fedavg"], tmp_path)
+    assert search.size == 3 + 2 + 3
+    prox, avg = search.run(lambda i, run: lambda event: None)
+    assert [s[1:3] for s in seen[:5]] == [
+        *((0.001, 0.01), (0.01, 0.01), (0.1, 0.01)),
+        *((0.01, 0.1), (0.01, 1.0)),
+    ]
+    assert all(s[3:] == (0.2, 5) for s in seen)
+    assert (prox.lr, prox.setting, prox.value, prox.score, prox.start) == (
+        0.01,
+        "mu",
+        0.1,
+        0.7,
+        0.6,
+    )
+    assert prox.edges == ("mu",)  # the lower end of its grid
+    assert (avg.lr, avg.value, avg.edges) == (0.001, None, ("train.lr",))
+    tuned = tomllib.loads((tmp_path / "tuned.toml").read_text())
+    assert tuned["methods"]["fedprox"] == {"mu": 0.1, "train": {"lr": 0.01}}
+    assert tuned["methods"]["fedavg"] == {"train": {"lr": 0.001}}
+    record = json.loads((tmp_path / "tune.json").read_text())
+    assert len(record["trials"]) == 8
+    best = load_settings("demo", [str(tmp_path / "tuned.toml"), "run.method=fedprox"])
+    assert (best.training.lr, best.method_config().mu) == (0.01, 0.1)
+    assert best.split.common.holdout == 0.0
+
+
+def test_a_default_that_wins_is_not_written(
+    monkeypatch: pytest.MonkeyPatch, tmp_path: Path
+) -> None:
+    settings = load_settings("demo", ["tune.lr=[0.001]"])
+    fake_scores(monkeypatch, {(0.001, 0.01): 0.8, (0.001, 0.1): float("nan")})
+    (prox,) = Search(settings, ["fedprox"], tmp_path).run(lambda i, run: lambda event: None)
+    assert (prox.value, prox.default, prox.score) == (None, 0.01, 0.8)
+    tuned = tomllib.loads((tmp_path / "tuned.toml").read_text())
+    assert tuned["methods"]["fedprox"] == {"train": {"lr": 0.001}}
+
+
+def test_a_real_search_trains_evaluates_and_continues(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    settings = load_settings("demo", [*SMALL, "tune.lr=[0.001, 0.01]", "tune.fedprox.mu=[1.0]"])
+
+    def observe(i: int, run: Planned) -> Any:
+        return lambda event: None
+
+    (first,) = Search(settings, ["fedprox"], tmp_path).run(observe)
+    folders = sorted(p.name for p in (tmp_path / "trials" / "fedprox").iterdir())
+    assert folders[:2] == ["lr=0.001", "lr=0.01"]
+    assert len(folders) == 3
+    trial = json.loads((tmp_path / "trials/fedprox/lr=0.01/results.json").read_text())
+    assert 0 < trial["metrics"]["mAP"] <= 1
+
+    def never(*args: Any) -> Any:
+        raise AssertionError("finished trials are not run again")
+
+    monkeypatch.setattr(runs, "assemble", never)
+    (again,) = Search(settings, ["fedprox"], tmp_path).run(observe)
+    assert again == first
+    other = load_settings("demo", [*SMALL, "tune.lr=[0.001]", "train.batch_size=8"])
+    with pytest.raises(CheckpointError, match="other settings"):
+        Search(other, ["fedprox"], tmp_path)
+
+
+def test_what_cannot_be_searched_is_refused(tmp_path: Path) -> None:
+    demo = load_settings("demo")
+    with pytest.raises(ConfigError, match="not of presets"):
+        Search(demo, ["fedharmony:a"], tmp_path)
+    two = load_settings(
+        "demo", ["tune.fedharmony.align_weight=[1.0]", "tune.fedharmony.kappa=[1.0]"]
+    )
+    with pytest.raises(ConfigError, match="one is searched"):
+        Search(two, ["fedharmony"], tmp_path)
+    with pytest.raises(ConfigError, match="fedavgg"):
+        Search(demo, ["fedavgg"], tmp_path)
