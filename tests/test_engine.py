@@ -20,6 +20,7 @@ import torch.nn.functional as F
 from torch import Tensor
 
 from fedharmony.aggregate import ModelMean, RunningMean
+from fedharmony.data.augment import AugmentSettings
 from fedharmony.data.base import LabelledImages, TensorImages
 from fedharmony.engine.batches import plan_batches
 from fedharmony.engine.checkpoint import digest, load_record, save_record
@@ -248,6 +249,17 @@ def test_draws_belong_to_the_client_and_the_round() -> None:
     Toy(method_class=Recorder, sizes=(4, 4), rounds=2, epochs=1).run()
     assert len(seen) == 4
     assert len({tuple(t.tolist()) for t in seen}) == 4
+
+
+def test_augmentation_does_not_depend_on_the_stack_and_spares_sweeps() -> None:
+    changes = AugmentSettings(flip=True, crop=0.5, brightness=0.3, hue=0.1)
+    plain, _ = Toy("fedrdn").run()
+    stacked, _ = Toy("fedrdn", dtype=torch.float64, changes=changes, stack=8).run()
+    single, _ = Toy("fedrdn", dtype=torch.float64, changes=changes, stack=1).run()
+    assert largest_difference(stacked, single) < 1e-9
+    assert not same_bits(plain, Toy("fedrdn", changes=changes).run()[0])
+    table = "statistics_table"  # a sweep over images, which are not changed there
+    assert same_bits(*(Record({table: s.get(table)}) for s in (plain, stacked)))
 
 
 def test_plan_has_every_image_once_per_epoch() -> None:

@@ -12,6 +12,7 @@ import numpy as np
 import torch
 from torch import Tensor
 
+from fedharmony.data.augment import AugmentSettings
 from fedharmony.data.base import LabelledImages, TensorImages
 from fedharmony.engine.cohort import Cohort
 from fedharmony.engine.federation import Federation, FederationSettings
@@ -90,6 +91,7 @@ class Toy:
     lr: float = 0.01
     loss: LossSettings = field(default_factory=LossSettings)
     memory: Path | None = None
+    changes: AugmentSettings = field(default_factory=AugmentSettings)
     federation: FederationSettings = field(default_factory=FederationSettings)
     method_class: type[Method] | None = None
     data: LabelledImages | None = None
@@ -129,6 +131,7 @@ class Toy:
             sweep_batch=5,
             frozen=self.parameters()[1],
             memory=ClientMemory(self.memory),
+            changes=self.changes,
         )
         self.transport: Any = InProcess(self.trainer, self.stack)
 

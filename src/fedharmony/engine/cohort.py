@@ -7,12 +7,14 @@ is ordered by size and shrinks as clients finish, so padding never enters a resu
 
 from __future__ import annotations
 
+import functools
 from collections.abc import Callable, Iterator, Mapping, Sequence
 
 import numpy as np
 import torch
 from torch import Tensor
 
+from fedharmony.data.augment import AugmentSettings, augment, draw_changes
 from fedharmony.data.base import LabelledImages
 from fedharmony.engine.batches import Plan, plan_batches
 from fedharmony.engine.memory import ClientMemory
@@ -45,6 +47,7 @@ class Cohort:
         sweep_batch: images per client and step in passes without training.
         frozen: the model's frozen tensors, which never travel.
         memory: what clients keep between rounds.
+        changes: random changes of training images.
     """
 
     def __init__(
@@ -59,12 +62,14 @@ class Cohort:
         sweep_batch: int = 32,
         frozen: Mapping[str, Tensor] | None = None,
         memory: ClientMemory | None = None,
+        changes: AugmentSettings | None = None,
     ) -> None:
         self.model, self.method, self.settings = model, method, settings
         self.images, self.clients, self.seed, self.device = data.images, clients, seed, device
         self.sweep_batch = sweep_batch
         self.frozen = {name: tensor.to(device) for name, tensor in (frozen or {}).items()}
         self.memory = memory or ClientMemory()
+        self.changes = changes or AugmentSettings()
         self.labels = torch.from_numpy(data.labels).to(device)
         self.known = None if data.known is None else torch.from_numpy(data.known).to(device)
 
@@ -122,7 +127,10 @@ class Cohort:
         views = [self.view(k, round) for k in clients]
         carry = stack([method.carry(v, messages[k]) for v, k in zip(views, clients, strict=True)])
         weights = self._label_weights(clients)
-        generators = [torch_rng(self.seed, "draws", round, k) for k in clients]
+        own, common = (
+            [torch_rng(self.seed, purpose, round, k) for k in clients]
+            for purpose in ("draws", "augment")
+        )
         normalise = over_clients(method.normalise, (0, message.dims, 0))
         inputs = over_clients(method.inputs, (0, message.dims, 0 if method.consults else None))
         loss = over_clients(method.loss, (0, 0, message.dims, 0))
@@ -143,8 +151,8 @@ class Cohort:
             for step in range(first, last):
                 index = self._index(plan, step, width)
                 batch = self._batch(index, narrow(weights, width))
-                batch = batch._replace(draws=self._draws(generators[:width]))
-                pixels = self.images.gather(index, self.device)
+                batch = batch._replace(draws=self._draws(method.draw, own[:width]))
+                pixels = self._changed(self.images.gather(index, self.device), common[:width])
                 images = normalise(pixels, groups, batch.draws).to(dtype)
                 opinion = None
                 if method.consults:
@@ -184,10 +192,21 @@ class Cohort:
             for name, gradient in pull(params, start, groups, carry).items():
                 params[name].sub_(gradient, alpha=self.settings.lr)
 
-    def _draws(self, generators: Sequence[torch.Generator]) -> Tensors:
-        """What the method draws for one step, stacked; padding rows draw too."""
-        drawn = [self.method.draw(g, self.settings.batch_size) for g in generators]
+    def _draws(
+        self,
+        draw: Callable[[torch.Generator, int], Tensors],
+        generators: Sequence[torch.Generator],
+    ) -> Tensors:
+        """What is drawn for one step, stacked; padding rows draw too."""
+        drawn = [draw(generator, self.settings.batch_size) for generator in generators]
         return {name: tensor.to(self.device) for name, tensor in stack(drawn).items()}
+
+    def _changed(self, pixels: Tensor, generators: Sequence[torch.Generator]) -> Tensor:
+        """Training images after the random changes that settings ask for."""
+        if not self.changes.active:
+            return pixels
+        drawn = self._draws(functools.partial(draw_changes, self.changes), generators)
+        return augment(self.changes, pixels, drawn)
 
     def _epochs(self, round: int, client: int) -> Index:
         """(E, n_k) image indices, each epoch in its own random order."""

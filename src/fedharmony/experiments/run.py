@@ -122,6 +122,7 @@ class Assembly:
             engine.sweep_batch,
             self.parameters[1],
             memory,
+            self.settings.augment,
         )
         stack = engine.stack or DEFAULT_STACK.get(self.device.type, 1)
         return Federation(

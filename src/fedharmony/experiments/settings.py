@@ -7,6 +7,7 @@
 ``model``     ``name`` of the backbone, seed, and its own settings
 ``train``     local training: epochs, batch size, optimiser, learning rate
 ``loss``      the task loss of all methods
+``augment``   random changes of training images
 ``federation`` participation, sampling, averaging, failures
 ``methods``   one subsection per method, for instance ``[methods.fedharmony]``; its own subsection
               ``train`` (``[methods.fedharmony.train]``) replaces settings of ``[train]``
@@ -29,6 +30,7 @@ from annotated_types import Ge, Gt, Lt
 
 import fedharmony
 from fedharmony.config import Tree, build, keys, merge, override, read_toml, tree_of
+from fedharmony.data.augment import AugmentSettings
 from fedharmony.data.base import datasets
 from fedharmony.engine.federation import FederationSettings
 from fedharmony.engine.optimise import TrainSettings
@@ -161,6 +163,7 @@ class Settings:
     model: Component
     train: TrainSettings
     loss: LossSettings
+    augment: AugmentSettings
     federation: FederationSettings
     metrics: MetricOptions
     engine: EngineSettings
@@ -215,7 +218,7 @@ class Settings:
             **{name: getattr(self, name).tree() for name in ("data", "split", "model")},
             **{
                 name: tree_of(getattr(self, name))
-                for name in ("train", "loss", "federation", "metrics", "engine")
+                for name in ("train", "loss", "augment", "federation", "metrics", "engine")
             },
         }
         name = self.method_name
@@ -271,6 +274,7 @@ def compose(tree: Mapping[str, Any]) -> Settings:
         model=_component(models, ModelSettings, part["model"], "model"),
         train=train,
         loss=build(LossSettings, part["loss"], "loss"),
+        augment=build(AugmentSettings, part["augment"], "augment"),
         federation=build(FederationSettings, part["federation"], "federation"),
         metrics=build(MetricOptions, part["metrics"], "metrics"),
         engine=build(EngineSettings, part["engine"], "engine"),
