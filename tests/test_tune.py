@@ -112,6 +112,17 @@ def test_a_label_says_what_the_settings_make_of_a_method() -> None:
     assert "fednova-diagnostic" in run.folder.path.as_posix()
 
 
+def test_central_is_one_client_with_all_images(tmp_path: Path) -> None:
+    demo = load_settings("demo", [*SMALL, "federation.drop_rate=0.5", "run.method=fedprox"])
+    (run,) = plan(demo, ["central"], [4], tmp_path)
+    assert (run.label, run.seed) == ("central", 4)
+    assembly = assemble(runs_settings(run.settings))  # as read back from its folder
+    assert [len(part) for part in assembly.clients] == [120]
+    assert assembly.schedule == [[0], [0]]
+    assert assembly.settings.label == "central"
+    assert assembly.settings.method_name == "fedavg"
+
+
 # -- held-out images ------------------------------------------------------------------------------
 
 

@@ -170,7 +170,8 @@ def compare(
         str,
         typer.Option(
             "--methods",
-            help="Comma-separated methods; `name:preset` picks a preset, `all` takes every method.",
+            help="Comma-separated methods; `name:preset` picks a preset, `all` takes every method, "
+            "`central` trains on all images in one place (the upper bound).",
         ),
     ] = "fedavg,fedharmony",
     seeds: Annotated[

@@ -14,7 +14,7 @@ from fedharmony.engine.federation import Event
 from fedharmony.errors import CheckpointError, ConfigError
 from fedharmony.experiments.folder import RunFolder, make_folder
 from fedharmony.experiments.run import Results, finished, resume, start
-from fedharmony.experiments.settings import Settings
+from fedharmony.experiments.settings import CENTRAL, Settings
 from fedharmony.methods.base import methods
 
 
@@ -46,7 +46,7 @@ def plan(base: Settings, labels: Sequence[str], seeds: Sequence[int], out: Path)
     """All runs, checked before the first one starts.
 
     A seed sets the run and the initial model; data and split stay as configured. ``all`` stands
-    for every registered method.
+    for every registered method, ``central`` for training on all images in one place.
     """
     names = names_of(labels)
     if not names or not seeds:
@@ -54,7 +54,7 @@ def plan(base: Settings, labels: Sequence[str], seeds: Sequence[int], out: Path)
     runs = []
     for name in names:
         for seed in dict.fromkeys(seeds):
-            settings = base.with_run(name, seed)
+            settings = base.central(seed) if name == CENTRAL else base.with_run(name, seed)
             folder = RunFolder(out / settings.label.replace(":", "-") / f"seed-{seed}")
             runs.append(Planned(settings, folder))
     for run in runs:

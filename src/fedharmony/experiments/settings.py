@@ -52,6 +52,7 @@ class RunSettings:
         rounds: communication rounds (T).
         seed: seeds cohorts, batch orders and everything else that is drawn during a run.
         eval_every: evaluate on the test set after every so many rounds (and after the last).
+        label: shown in tables and figures instead of the method's name.
         plugins: Python files that register further components.
     """
 
@@ -59,6 +60,7 @@ class RunSettings:
     rounds: Annotated[int, Ge(1)] = 50
     seed: Annotated[int, Ge(0)] = 0
     eval_every: Annotated[int, Ge(1)] = 1
+    label: str | None = None
     plugins: tuple[str, ...] = ()
 
 
@@ -136,6 +138,9 @@ class TuneSettings:
     rounds: Annotated[int, Ge(1)] | None = None
 
 
+#: What stands for the upper bound in a comparison, and how it trains.
+CENTRAL, CENTRAL_METHOD = "central", "fedavg"
+
 #: Settings of local training that a method may have for itself. Epochs and batch size stay common:
 #: they decide how much work a round is.
 OWN_TRAINING = ("optimiser", "lr", "momentum", "weight_decay")
@@ -179,6 +184,8 @@ class Settings:
     @property
     def label(self) -> str:
         """The method as results show it: its name, what its settings make of it, its preset."""
+        if self.run.label is not None:
+            return self.run.label
         name, colon, preset = self.run.method.partition(":")
         return f"{name}{methods[name].suffix(self.method_config())}{colon}{preset}"
 
@@ -210,6 +217,17 @@ class Settings:
         changed = replace(self, run=run, model=model)
         changed.method_config()
         return changed
+
+    def central(self, seed: int) -> Settings:
+        """The upper bound: one party holds all images and trains as each client would."""
+        split = replace(self.split.common, name="iid", clients=1, file=None)
+        federation = replace(self.federation, participation=1.0, cohort=None, drop_rate=0.0)
+        changed = replace(
+            self.with_run(CENTRAL_METHOD, seed),
+            split=Component(split, splitters["iid"].Config()),
+            federation=federation,
+        )
+        return replace(changed, run=replace(changed.run, label=CENTRAL))
 
     def tree(self) -> Tree:
         """Everything as TOML sections, with the chosen method's settings written out."""
