@@ -366,7 +366,8 @@ class Cohort:
 
     def _fixed(self, width: int, dtype: torch.dtype) -> Tensors:
         """The frozen tensors of a stack, without a copy."""
-        return expand({name: t.to(dtype) for name, t in self.frozen.items()}, width)
+        cast = {n: t.to(dtype) if t.is_floating_point() else t for n, t in self.frozen.items()}
+        return expand(cast, width)
 
     def view(self, client: int, round: int) -> ClientView:
         """What a client knows when a round begins."""

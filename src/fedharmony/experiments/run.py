@@ -103,7 +103,7 @@ class Assembly:
     def initial_state(self) -> Record:
         """The server's state before round 0."""
         trained, frozen = self.parameters
-        state = self.method.init_state(trained, self.model.init_buffers())
+        state = self.method.init_state(trained, {})
         return (state.replace({FROZEN: frozen}) if frozen else state).to(self.device)
 
     def federation(

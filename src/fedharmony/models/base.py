@@ -77,7 +77,7 @@ class Backbone(ABC):
         """Float32 parameters of one client on the CPU: drawn, or read from a weights file."""
 
     def init_buffers(self) -> Tensors:
-        """Tensors of one client that are not trained (running statistics), if there are any.
+        """Tensors that are not trained (running statistics), if there are any.
 
         In :meth:`tokens` they stand among the parameters and are only read.
         """
@@ -166,17 +166,12 @@ class Model:
         """Parameters of one client on the CPU: the backbone's, then the head's."""
         return {**self.backbone.init(generator), **self.head.init(generator)}
 
-    def init_buffers(self) -> Tensors:
-        """Tensors of one client that are not trained."""
-        return self.backbone.init_buffers()
-
     def divide(self, params: Mapping[str, Tensor]) -> tuple[Tensors, Tensors]:
-        """What is trained, averaged and sent; and what is frozen."""
-        frozen = self.head.frozen
-        return (
-            {name: tensor for name, tensor in params.items() if name not in frozen},
-            {name: tensor for name, tensor in params.items() if name in frozen},
-        )
+        """What is trained, averaged and sent; and what is frozen, the backbone's buffers too."""
+        names = self.head.frozen
+        frozen = {name: tensor for name, tensor in params.items() if name in names}
+        trained = {name: tensor for name, tensor in params.items() if name not in names}
+        return trained, {**frozen, **self.backbone.init_buffers()}
 
     def features(self, params: Mapping[str, Tensor], images: Tensor) -> Tensor:
         """What the classifier sees of each image, one vector (M, B, ·) per image."""

@@ -29,6 +29,7 @@ from fedharmony.models.base import (
     linear,
     models,
 )
+from fedharmony.models.hub import locate
 from fedharmony.models.weights import load_weights
 from fedharmony.types import Tensors
 
@@ -59,9 +60,11 @@ class ViT(Backbone):
             heads: attention heads; they divide ``width``.
             patch: side of a patch in pixels; it divides height and width of the images.
             mlp_ratio: hidden width of a block's MLP over ``width``.
-            weights: timm checkpoint (.safetensors, .pth) to start from; none means random weights.
-            mean: per-channel mean of the input normalisation, for images in [0, 1].
-            std: per-channel standard deviation of the input normalisation.
+            weights: file (.safetensors, .pth, .npz) or name of a model of the Hugging Face hub to
+                start from; none means random weights.
+            mean: per-channel mean of the input normalisation, for images in [0, 1]; none follows
+                the weights, and is 0.5 where they do not say.
+            std: per-channel standard deviation of the input normalisation, likewise.
         """
 
         width: Count = 64
@@ -70,8 +73,8 @@ class ViT(Backbone):
         patch: Count = 8
         mlp_ratio: Positive = 4.0
         weights: str | None = None
-        mean: tuple[float, float, float] = (0.5, 0.5, 0.5)
-        std: tuple[Positive, Positive, Positive] = (0.5, 0.5, 0.5)
+        mean: tuple[float, float, float] | None = None
+        std: tuple[Positive, Positive, Positive] | None = None
 
     def __init__(self, config: Config, input: InputSpec) -> None:
         if config.width % config.heads:
@@ -79,10 +82,10 @@ class ViT(Backbone):
                 f"A vision transformer of width {config.width} cannot have {config.heads} heads, "
                 "which must divide the width. Change width or heads."
             )
-        if input.channels != len(config.mean):
+        if input.channels != 3:
             raise ConfigError(
-                f"The vision transformer takes images of {len(config.mean)} channels, the data "
-                f"have {input.channels}. Convert the images to RGB."
+                f"The vision transformer takes images of 3 channels, the data have "
+                f"{input.channels}. Convert the images to RGB."
             )
         if input.height % config.patch or input.width % config.patch:
             raise ConfigError(
@@ -91,7 +94,10 @@ class ViT(Backbone):
                 f"multiples of {config.patch}."
             )
         self.config, self.input = config, input
-        self.width, self.mean, self.std = config.width, config.mean, config.std
+        self.weights = None if config.weights is None else locate(config.weights)
+        self.width = config.width
+        self.mean = config.mean or (self.weights and self.weights.mean) or (0.5, 0.5, 0.5)
+        self.std = config.std or (self.weights and self.weights.std) or (0.5, 0.5, 0.5)
         self.grid = (input.height // config.patch, input.width // config.patch)
         self.hidden = int(config.width * config.mlp_ratio)
 
@@ -119,8 +125,8 @@ class ViT(Backbone):
 
     def init(self, generator: torch.Generator) -> Tensors:
         """Parameters from ``config.weights``, or drawn as timm draws them."""
-        if self.config.weights is not None:
-            return load_weights(self.config.weights, self.shapes(), self.grid)
+        if self.weights is not None:
+            return load_weights(self.weights.path, self.shapes(), self.grid)
         return {name: self._draw(name, shape, generator) for name, shape in self.shapes().items()}
 
     def _draw(self, name: str, shape: tuple[int, ...], generator: torch.Generator) -> Tensor:

@@ -1,4 +1,8 @@
-"""Weights files in timm's format, checked name by name and fitted to the image size."""
+"""Weights files in timm's format or the original one, checked name by name, fitted to the images.
+
+The original vision transformers are NumPy archives (``.npz``) with the names and layouts of the
+JAX code they were trained with; they are read as their timm equivalents.
+"""
 
 from __future__ import annotations
 
@@ -7,6 +11,8 @@ from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
 
+import numpy as np
+import numpy.typing as npt
 import torch
 import torch.nn.functional as F
 from safetensors.torch import load_file
@@ -25,8 +31,8 @@ def load_weights(
     Position embeddings of another grid are interpolated (:func:`resize_positions`).
 
     Args:
-        path: ``.safetensors``, or a ``.pth``, ``.pt`` or ``.bin`` file that ``torch.load`` reads
-            without unpickling objects. Tensors may be of half precision.
+        path: ``.safetensors``; a ``.pth``, ``.pt`` or ``.bin`` file that ``torch.load`` reads
+            without unpickling objects; or the original ``.npz``. Tensors may be of half precision.
         shapes: name and shape of every parameter that is wanted.
         grid: rows and columns of patches of the images to come.
 
@@ -38,12 +44,14 @@ def load_weights(
     """
     path = Path(path).expanduser()
     tensors = {
-        name: tensor.float() for name, tensor in _read(path).items() if not name.startswith("head.")
+        name: tensor.float()
+        for name, tensor in read_weights(path).items()
+        if not name.startswith("head.")
     }
     positions = tensors.get("pos_embed")
     if positions is not None and positions.dim() == 3 and positions.shape[1] > 1:
         tensors["pos_embed"] = resize_positions(positions, grid)
-    _compare(path, {name: tuple(tensor.shape) for name, tensor in tensors.items()}, shapes)
+    compare_shapes(path, {name: tuple(tensor.shape) for name, tensor in tensors.items()}, shapes)
     return {name: tensors[name] for name in shapes}
 
 
@@ -73,7 +81,47 @@ def resize_positions(positions: Tensor, grid: tuple[int, int]) -> Tensor:
     return torch.cat([class_token, image.flatten(2).mT], dim=1)
 
 
-def _read(path: Path) -> Mapping[str, Tensor]:
+def from_jax(arrays: Mapping[str, npt.NDArray[Any]]) -> Tensors:
+    """The original arrays under timm's names: kernels turned, heads merged, q, k and v joined.
+
+    A classifier (``head``) and the layer before it (``pre_logits``) are left out.
+    """
+
+    def tensor(name: str) -> Tensor:
+        return torch.from_numpy(np.ascontiguousarray(arrays[name])).float()
+
+    def dense(name: str) -> tuple[Tensor, Tensor]:
+        return tensor(f"{name}/kernel").T.contiguous(), tensor(f"{name}/bias")
+
+    found = {
+        "cls_token": tensor("cls"),
+        "pos_embed": tensor("Transformer/posembed_input/pos_embedding"),
+        "patch_embed.proj.weight": tensor("embedding/kernel").permute(3, 2, 0, 1).contiguous(),
+        "patch_embed.proj.bias": tensor("embedding/bias"),
+        "norm.weight": tensor("Transformer/encoder_norm/scale"),
+        "norm.bias": tensor("Transformer/encoder_norm/bias"),
+    }
+    blocks = {name.split("/")[1] for name in arrays if "/encoderblock_" in name}
+    for i in range(len(blocks)):
+        block, name = f"Transformer/encoderblock_{i}", f"blocks.{i}"
+        attention = f"{block}/MultiHeadDotProductAttention_1"
+        kernels = [tensor(f"{attention}/{part}/kernel") for part in ("query", "key", "value")]
+        biases = [tensor(f"{attention}/{part}/bias") for part in ("query", "key", "value")]
+        found[f"{name}.attn.qkv.weight"] = torch.cat([k.flatten(1).T for k in kernels])
+        found[f"{name}.attn.qkv.bias"] = torch.cat([b.flatten() for b in biases])
+        found[f"{name}.attn.proj.weight"] = tensor(f"{attention}/out/kernel").flatten(0, 1).T
+        found[f"{name}.attn.proj.bias"] = tensor(f"{attention}/out/bias")
+        for ours, theirs in (("norm1", "LayerNorm_0"), ("norm2", "LayerNorm_2")):
+            found[f"{name}.{ours}.weight"] = tensor(f"{block}/{theirs}/scale")
+            found[f"{name}.{ours}.bias"] = tensor(f"{block}/{theirs}/bias")
+        for ours, theirs in (("mlp.fc1", "Dense_0"), ("mlp.fc2", "Dense_1")):
+            weight, bias = dense(f"{block}/MlpBlock_3/{theirs}")
+            found[f"{name}.{ours}.weight"], found[f"{name}.{ours}.bias"] = weight, bias
+    return {name: t.contiguous() for name, t in found.items()}
+
+
+def read_weights(path: Path) -> Mapping[str, Tensor]:
+    """All tensors of a weights file by name, whatever its format."""
     if not path.is_file():
         raise ConfigError(
             f"Weights file {path} does not exist. Check the path, or leave `weights` out to start "
@@ -82,12 +130,16 @@ def _read(path: Path) -> Mapping[str, Tensor]:
     try:
         if path.suffix == ".safetensors":
             return load_file(path)
+        if path.suffix == ".npz":
+            # numpy leaves a damaged file open when it is given the path
+            with path.open("rb") as file, np.load(file, allow_pickle=False) as archive:
+                return from_jax({name: archive[name] for name in archive.files})
         return _state_dict(torch.load(path, map_location="cpu", weights_only=True))
     except Exception as error:  # a damaged file can fail in any way
         reason = next(iter(str(error).splitlines()), type(error).__name__)
         raise ConfigError(
             f"Weights file {path} cannot be read ({reason}). It may be damaged or incomplete, or "
-            "no .safetensors or PyTorch file; fetch it again, preferably as .safetensors."
+            "no .safetensors, PyTorch or .npz file; fetch it again, preferably as .safetensors."
         ) from error
 
 
@@ -101,7 +153,7 @@ def _state_dict(content: Any) -> Mapping[str, Tensor]:
     return content
 
 
-def _compare(
+def compare_shapes(
     path: Path, found: Mapping[str, tuple[int, ...]], wanted: Mapping[str, tuple[int, ...]]
 ) -> None:
     """Refuse a file that does not hold exactly the wanted tensors."""

@@ -1,0 +1,126 @@
+"""Where weights come from: a local file, or a model of the Hugging Face hub through its cache.
+
+``weights`` may be a path, or a model's name: ``timm/vit_tiny_patch16_224.augreg_in21k_ft_in1k``, or
+the part after the slash, which then means ``timm/…``. Names are looked up in the hub's own cache
+first, so that a machine without network uses what another one fetched (``fedharmony models
+fetch``); only then is the network asked.
+"""
+
+from __future__ import annotations
+
+import json
+import re
+from collections.abc import Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+from fedharmony.errors import ConfigError
+
+#: Files a model of the hub may keep its weights in, best first.
+WEIGHT_FILES = ("model.safetensors", "pytorch_model.bin")
+FILE_SUFFIXES = (".safetensors", ".pth", ".pt", ".bin", ".npz")
+
+Triple = tuple[float, float, float]
+
+
+@dataclass(frozen=True)
+class Weights:
+    """A weights file, and the input normalisation it was trained with where that is known."""
+
+    path: Path
+    mean: Triple | None = None
+    std: Triple | None = None
+
+
+def locate(weights: str) -> Weights:
+    """The file behind a path or a model's name.
+
+    Raises:
+        ConfigError: there is no such file, or the model is not in the cache and cannot be fetched.
+    """
+    path = Path(weights).expanduser()
+    if path.suffix in FILE_SUFFIXES or path.exists():
+        return Weights(path, *_normalisation(path.parent / "config.json"))
+    file = _cached(repository(weights)) or fetch(weights)
+    return Weights(file, *_normalisation(file.parent / "config.json"))
+
+
+def repository(name: str) -> str:
+    """The hub's name of a model; without an owner it is timm's.
+
+    >>> repository("vit_tiny_patch16_224.augreg_in21k_ft_in1k")
+    'timm/vit_tiny_patch16_224.augreg_in21k_ft_in1k'
+    >>> repository("hf:somebody/net")
+    'somebody/net'
+    """
+    name = name.removeprefix("hf:").removeprefix("hf-hub:")
+    found = name if "/" in name else f"timm/{name}"
+    if not re.fullmatch(r"[\w.-]+/[\w.-]+", found):
+        raise ConfigError(
+            f"model.weights = {name!r} is neither a file nor the name of a model. Give a path that "
+            f"ends in {', '.join(FILE_SUFFIXES)}, or a name such as "
+            "'timm/vit_tiny_patch16_224.augreg_in21k_ft_in1k'."
+        )
+    return found
+
+
+def fetch(name: str) -> Path:
+    """Bring a model of the hub into the cache; returns its weights file."""
+    hub, model = _hub(), repository(name)
+    failure: Exception | None = None
+    for file in WEIGHT_FILES:
+        try:
+            path = Path(hub.hf_hub_download(model, file))
+        except Exception as error:  # the hub's own errors, and those of the network below it
+            failure = failure or error
+            continue
+        try:
+            hub.hf_hub_download(model, "config.json")
+        except Exception:  # a model without one keeps the default normalisation
+            return path
+        return path
+    reason = next(iter(str(failure).splitlines()), type(failure).__name__)
+    raise ConfigError(
+        f"The weights of {model!r} are neither in the local cache nor could they be fetched "
+        f"({reason}). On a machine with network, run 'fedharmony models fetch {model}', and copy "
+        "the file it prints here; then set model.weights to its path."
+    )
+
+
+def _cached(model: str) -> Path | None:
+    hub = _hub()
+    for file in WEIGHT_FILES:
+        found = hub.try_to_load_from_cache(model, file)
+        if isinstance(found, str):
+            return Path(found)
+    return None
+
+
+def _hub() -> Any:
+    try:
+        import huggingface_hub
+    except ImportError:
+        raise ConfigError(
+            "Weights by model name need the package 'huggingface_hub': pip install "
+            '"fedharmony[vision]". Without it, set model.weights to a file.'
+        ) from None
+    return huggingface_hub
+
+
+def _normalisation(config: Path) -> tuple[Triple | None, Triple | None]:
+    """Input mean and standard deviation from a timm ``config.json``, where there is one."""
+    try:
+        content = json.loads(config.read_text())
+        found = content.get("pretrained_cfg", content)
+        mean, std = (_triple(found.get(key)) for key in ("mean", "std"))
+    except (OSError, ValueError, AttributeError):
+        return None, None
+    return mean, std
+
+
+def _triple(values: Sequence[float] | None) -> Triple | None:
+    if values is None or len(values) != 3:
+        return None
+    red, green, blue = (float(v) for v in values)
+    return red, green, blue

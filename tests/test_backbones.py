@@ -1,0 +1,246 @@
+"""Weights by file or name, the original .npz archives, and backbones of timm."""
+
+from __future__ import annotations
+
+import json
+import sys
+import types
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+import torch
+from safetensors.torch import save_file
+
+from fedharmony.engine.memory import ClientMemory
+from fedharmony.errors import ConfigError
+from fedharmony.experiments.run import assemble
+from fedharmony.experiments.settings import load_settings
+from fedharmony.methods.base import methods
+from fedharmony.models import hub
+from fedharmony.models.base import InputSpec, Model, stack
+from fedharmony.models.heads import LinearHead
+from fedharmony.models.timm_backbone import PREFIX, TimmBackbone
+from fedharmony.models.vit import ViT
+from fedharmony.models.weights import from_jax, load_weights
+
+timm = pytest.importorskip("timm")
+
+SMALL = ViT.Config(width=8, depth=2, heads=2, patch=4)
+
+
+# -- files and names ------------------------------------------------------------------------------
+
+
+def jax_archive(seed: int = 0, width: int = 8, depth: int = 2, heads: int = 2) -> dict[str, Any]:
+    """Random arrays with the names and layouts of the original checkpoints."""
+    rng, part = np.random.default_rng(seed), width // heads
+    shapes: dict[str, tuple[int, ...]] = {
+        "cls": (1, 1, width),
+        "embedding/kernel": (4, 4, 3, width),
+        "embedding/bias": (width,),
+        "Transformer/posembed_input/pos_embedding": (1, 5, width),
+        "Transformer/encoder_norm/scale": (width,),
+        "Transformer/encoder_norm/bias": (width,),
+        "head/kernel": (width, 10),
+        "head/bias": (10,),
+        "pre_logits/kernel": (width, width),
+    }
+    for i in range(depth):
+        block = f"Transformer/encoderblock_{i}"
+        attention = f"{block}/MultiHeadDotProductAttention_1"
+        for name in ("query", "key", "value"):
+            shapes[f"{attention}/{name}/kernel"] = (width, heads, part)
+            shapes[f"{attention}/{name}/bias"] = (heads, part)
+        shapes[f"{attention}/out/kernel"] = (heads, part, width)
+        shapes[f"{attention}/out/bias"] = (width,)
+        for norm in ("LayerNorm_0", "LayerNorm_2"):
+            shapes[f"{block}/{norm}/scale"] = shapes[f"{block}/{norm}/bias"] = (width,)
+        shapes[f"{block}/MlpBlock_3/Dense_0/kernel"] = (width, 4 * width)
+        shapes[f"{block}/MlpBlock_3/Dense_0/bias"] = (4 * width,)
+        shapes[f"{block}/MlpBlock_3/Dense_1/kernel"] = (4 * width, width)
+        shapes[f"{block}/MlpBlock_3/Dense_1/bias"] = (width,)
+    return {name: rng.normal(size=shape).astype(np.float32) for name, shape in shapes.items()}
+
+
+def test_the_original_archives_load_as_timm_loads_them(tmp_path: Path) -> None:
+    path = tmp_path / "ViT.npz"
+    np.savez(path, **jax_archive())
+    theirs = timm.models.VisionTransformer(
+        img_size=8, patch_size=4, embed_dim=8, depth=2, num_heads=2, num_classes=0
+    )
+    theirs.load_pretrained(str(path))
+    ours = ViT(ViT.Config(**{**vars(SMALL), "weights": str(path)}), InputSpec(3, 8, 8))
+    params = ours.init(torch.Generator())
+    expected = theirs.state_dict()
+    assert params.keys() == expected.keys()
+    for name, tensor in params.items():
+        torch.testing.assert_close(tensor, expected[name], msg=name)
+
+
+def test_an_archive_of_another_shape_is_refused(tmp_path: Path) -> None:
+    path = tmp_path / "ViT.npz"
+    np.savez(path, **jax_archive(width=16))
+    vit = ViT(SMALL, InputSpec(3, 8, 8))
+    with pytest.raises(ConfigError, match="another architecture"):
+        load_weights(path, vit.shapes(), vit.grid)
+    path.write_bytes(path.read_bytes()[:100])
+    with pytest.raises(ConfigError, match="cannot be read"):
+        load_weights(path, vit.shapes(), vit.grid)
+    arrays = jax_archive()
+    del arrays["cls"]
+    with pytest.raises(KeyError):
+        from_jax(arrays)
+    np.savez(path, **arrays)
+    with pytest.raises(ConfigError, match="cls"):
+        load_weights(path, vit.shapes(), vit.grid)
+
+
+def write_weights(folder: Path, mean: list[float] | None = None) -> Path:
+    vit = ViT(SMALL, InputSpec(3, 8, 8))
+    folder.mkdir(parents=True, exist_ok=True)
+    save_file(vit.init(torch.Generator().manual_seed(5)), folder / "model.safetensors")
+    if mean is not None:
+        config = {"pretrained_cfg": {"mean": mean, "std": [0.2, 0.3, 0.4]}}
+        (folder / "config.json").write_text(json.dumps(config))
+    return folder / "model.safetensors"
+
+
+def test_the_input_normalisation_follows_the_weights(tmp_path: Path) -> None:
+    file = write_weights(tmp_path / "a", mean=[0.485, 0.456, 0.406])
+    chosen = {**vars(SMALL), "weights": str(file)}
+    vit = ViT(ViT.Config(**chosen), InputSpec(3, 8, 8))
+    assert (vit.mean, vit.std) == ((0.485, 0.456, 0.406), (0.2, 0.3, 0.4))
+    own = ViT(ViT.Config(**{**chosen, "mean": (0.1, 0.2, 0.3)}), InputSpec(3, 8, 8))
+    assert (own.mean, own.std) == ((0.1, 0.2, 0.3), (0.2, 0.3, 0.4))
+    silent = {**vars(SMALL), "weights": str(write_weights(tmp_path / "b"))}
+    assert ViT(ViT.Config(**silent), InputSpec(3, 8, 8)).mean == (0.5, 0.5, 0.5)
+
+
+class FakeHub(types.ModuleType):
+    """A hub with one model, and the cache of an earlier download."""
+
+    def __init__(self, folder: Path, online: bool) -> None:
+        super().__init__("huggingface_hub")
+        self.folder, self.online, self.asked = folder, online, list[tuple[str, str]]()
+
+    def try_to_load_from_cache(self, model: str, file: str) -> str | None:
+        path = self.folder / "cache" / model / file
+        return str(path) if path.exists() else None
+
+    def hf_hub_download(self, model: str, file: str) -> str:
+        self.asked.append((model, file))
+        if not self.online:
+            raise ConnectionError("no route to the hub")
+        path = self.folder / "remote" / model / file
+        if not path.exists():
+            raise FileNotFoundError(f"{file} is not in {model}")
+        return str(path)
+
+
+@pytest.mark.parametrize("place", ["cache", "remote"])
+def test_weights_by_name(place: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    fake = FakeHub(tmp_path, online=True)
+    monkeypatch.setitem(sys.modules, "huggingface_hub", fake)
+    write_weights(tmp_path / place / "timm" / "tiny", mean=[0.1, 0.2, 0.3])
+    found = hub.locate("tiny")
+    assert found.path == tmp_path / place / "timm" / "tiny" / "model.safetensors"
+    assert found.mean == (0.1, 0.2, 0.3)
+    assert bool(fake.asked) == (place == "remote")  # what is cached is not asked for
+
+
+def test_a_name_that_cannot_be_fetched_says_what_to_do(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setitem(sys.modules, "huggingface_hub", FakeHub(tmp_path, online=False))
+    with pytest.raises(ConfigError) as caught:
+        hub.locate("timm/nothing")
+    for word in ("timm/nothing", "no route to the hub", "fedharmony models fetch"):
+        assert word in str(caught.value)
+    monkeypatch.setitem(sys.modules, "huggingface_hub", None)
+    with pytest.raises(ConfigError, match=r"fedharmony\[vision\]"):
+        hub.locate("timm/nothing")
+    with pytest.raises(ConfigError, match="neither a file nor the name"):
+        hub.locate("a/b/c")
+
+
+# -- timm -----------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize(
+    ("architecture", "size"),
+    [("resnet10t", 32), ("vit_tiny_patch16_224", 32), ("convnext_atto", 32)],
+)
+def test_features_and_tokens_are_timms_own(architecture: str, size: int) -> None:
+    backbone = TimmBackbone(TimmBackbone.Config(architecture), InputSpec(3, size, size))
+    params = backbone.init(torch.Generator().manual_seed(1))
+    assert {n: tuple(t.shape) for n, t in params.items()} == backbone.shapes()
+    again = backbone.init(torch.Generator().manual_seed(1))
+    assert all(torch.equal(params[n], again[n]) for n in params)
+    other = backbone.init(torch.Generator().manual_seed(2))
+    assert any(not torch.equal(params[n], other[n]) for n in params)
+    whole = stack([{**params, **backbone.init_buffers()}, {**other, **backbone.init_buffers()}])
+    images = torch.randn(2, 3, 3, size, size, generator=torch.Generator().manual_seed(0))
+    features, tokens = backbone.features(whole, images), backbone.tokens(whole, images)
+    assert features.shape == (2, 3, backbone.width)
+    assert tokens.shape == (2, 3, backbone.patches, backbone.width)
+    module = backbone.module
+    module.load_state_dict(
+        {n.removeprefix(PREFIX): t for n, t in {**other, **backbone.init_buffers()}.items()}
+    )
+    torch.testing.assert_close(features[1], module(images[1]))
+
+
+def test_global_random_state_is_left_alone() -> None:
+    backbone = TimmBackbone(TimmBackbone.Config("resnet10t"), InputSpec(3, 32, 32))
+    before = torch.random.get_rng_state()
+    backbone.init(torch.Generator().manual_seed(1))
+    assert torch.equal(before, torch.random.get_rng_state())
+
+
+def test_weights_of_a_timm_backbone_with_its_running_statistics(tmp_path: Path) -> None:
+    torch.manual_seed(0)
+    module = timm.create_model("resnet10t", num_classes=5)
+    for name, buffer in module.named_buffers():
+        if name.endswith("running_mean"):
+            buffer.fill_(0.25)
+    path = tmp_path / "net.pth"
+    torch.save(module.state_dict(), path)
+    config = TimmBackbone.Config("resnet10t", weights=str(path))
+    backbone = TimmBackbone(config, InputSpec(3, 32, 32))
+    params = backbone.init(torch.Generator())
+    assert torch.equal(params[PREFIX + "conv1.0.weight"], module.state_dict()["conv1.0.weight"])
+    means = [b for n, b in backbone.init_buffers().items() if n.endswith("running_mean")]
+    assert means
+    assert all((b == 0.25).all() for b in means)
+    model = Model(backbone, LinearHead(backbone.width, 3))
+    trained, frozen = model.divide(model.init(torch.Generator()))
+    assert not any("running" in name for name in trained)
+    assert any("running" in name for name in frozen)
+    other = TimmBackbone.Config("resnet18", weights=str(path))
+    with pytest.raises(ConfigError, match="another architecture"):
+        TimmBackbone(other, InputSpec(3, 32, 32)).init(torch.Generator())
+
+
+def test_an_unknown_architecture_is_named() -> None:
+    with pytest.raises(ConfigError, match="resnet18"):
+        TimmBackbone(TimmBackbone.Config("resnet18x"), InputSpec(3, 32, 32))
+
+
+@pytest.mark.parametrize("name", methods.names())
+def test_every_method_trains_a_timm_backbone(name: str) -> None:
+    small = ["data.train=40", "data.test=20", "split.clients=2", "split.min_size=5"]
+    changes = [*small, "model.name=timm", "model.architecture=resnet10t", "train.epochs=1"]
+    removed = [f"model.{key}=" for key in ("width", "depth", "heads", "patch")]
+    quick = ["run.rounds=2", "engine.threads=1", "methods.fedcurv.fisher_samples=2"]
+    settings = load_settings("demo", [*changes, *removed, *quick, f"run.method={name}"])
+    assembly = assemble(settings)
+    start, events = assembly.initial_state(), list[dict[str, Any]]()
+    state = assembly.federation(ClientMemory()).run(start, 0, events.append, lambda r, s: None)
+    assert not any(e["failures"] for e in events)
+    moved = [
+        n for n, t in state.get("params").items() if not torch.equal(t, start.get("params")[n])
+    ]
+    assert any(n.startswith(PREFIX) for n in moved)
+    assert 0 < assembly.evaluate(state).metrics.as_dict()["mAP"] <= 1
