@@ -73,8 +73,8 @@ class FedRDN(Method):
     def statistics(self) -> Sweep:
         """Per channel, the mean over images of their mean and of their standard deviation.
 
-        Per image from whole numbers, ``std = √(N Σx² − (Σx)²) / N`` over its N pixels: the same
-        bits on every device.
+        Per image from whole numbers, ``std = √(N Σx² − (Σx)²) / N`` over its N pixels: no rounding
+        before the root.
         """
         channels = len(self.task.mean)
 
@@ -189,7 +189,6 @@ def chosen(table: Tensor, choice: Tensor) -> Tensor:
     >>> chosen(table, torch.tensor([0.0, 0.5, 0.99])).tolist()
     [[1.0, 1.0, 1.0], [2.0, 2.0, 2.0], [3.0, 3.0, 3.0]]
     """
-    rows = table.shape[-2]
-    index = (choice * rows).long().clamp(max=rows - 1)  # 1 − 2⁻²⁴ times K may round to K
+    index = (choice * table.shape[-2]).long()  # float32 numbers below 1: never rounded up to K
     table = table.expand(*choice.shape[:-1], -1, -1)
     return table.take_along_dim(index.unsqueeze(-1), dim=-2)
