@@ -274,6 +274,16 @@ def test_plan_has_every_image_once_per_epoch() -> None:
         plan_batches(orders[::-1], 4)
 
 
+def test_counters_keep_the_servers_value() -> None:
+    """Buffers: floating ones are averaged, (1·2 + 3·5)/4 = 4.25; a counter is not."""
+    mean = ModelMean()
+    for weight, value in ((1.0, 2.0), (3.0, 5.0)):
+        mean.add(Record({BUFFERS: {"mean": torch.tensor(value), "seen": torch.tensor(7)}}), weight)
+    state = Record({PARAMS: {}, BUFFERS: {"mean": torch.tensor(0.0), "seen": torch.tensor(3)}})
+    after = mean.update(state).get(BUFFERS)
+    assert (float(after["mean"]), int(after["seen"])) == (4.25, 3)
+
+
 # -- sampling -------------------------------------------------------------------------------------
 
 

@@ -9,7 +9,7 @@ from typing import Any
 
 import pytest
 import torch
-from hypothesis import given
+from hypothesis import given, settings
 from hypothesis import strategies as st
 from sklearn.metrics import average_precision_score
 from torch import Tensor
@@ -31,10 +31,11 @@ TASK = Task(
     optimiser="sgd",
 )  # fmt: skip
 OPTIMISERS = ("adam", "sgd", "momentum")
+quick = settings(deadline=None, max_examples=60, derandomize=True)
 
 
-def nova(task: Task = TASK, **settings: Any) -> FedNova:
-    return FedNova(FedNova.Config(**settings), task)
+def nova(task: Task = TASK, **config: Any) -> FedNova:
+    return FedNova(FedNova.Config(**config), task)
 
 
 def with_momentum(rho: float) -> Task:
@@ -81,6 +82,7 @@ def test_work_by_hand() -> None:
     assert [nova(mu=2.0).work(s) for s in (1, 2, 3)] == pytest.approx([1.0, 1.8, 2.44])
 
 
+@quick
 @given(steps=st.integers(1, 300), rho=st.floats(0, 0.99))
 def test_work_with_momentum_has_a_closed_form(steps: int, rho: float) -> None:
     """``(τ − ρ (1 − ρ^τ)/(1 − ρ)) / (1 − ρ)``."""
@@ -88,6 +90,7 @@ def test_work_with_momentum_has_a_closed_form(steps: int, rho: float) -> None:
     assert nova(with_momentum(rho)).work(steps) == pytest.approx(closed, rel=1e-9)
 
 
+@quick
 @given(steps=st.integers(1, 300), mu=st.floats(1e-3, 9.99))
 def test_work_of_proximal_sgd_has_a_closed_form(steps: int, mu: float) -> None:
     """``(1 − (1 − ημ)^τ) / (ημ)``."""
@@ -160,15 +163,15 @@ class Slope(FedNova):
 
 
 @pytest.mark.parametrize(
-    ("optimiser", "settings"),
+    ("optimiser", "config"),
     [("adam", {}), ("sgd", {}), ("momentum", {}), ("sgd", {"mu": 2.0})],
 )
-def test_trained_clients_move_by_their_work(optimiser: Any, settings: dict[str, Any]) -> None:
+def test_trained_clients_move_by_their_work(optimiser: Any, config: dict[str, Any]) -> None:
     """With gradient 1 in every step, ``Δ_k = η ‖a_k‖₁`` for clients of 1, 2 and 5 batches; so all
     d_k are η, and the server moves by ``η τ_eff`` (by the mean of τ_k with a pull)."""
     toy = Toy(
         "fednova",
-        settings,
+        config,
         sizes=(4, 8, 20),
         epochs=1,
         optimiser=optimiser,
@@ -185,7 +188,7 @@ def test_trained_clients_move_by_their_work(optimiser: Any, settings: dict[str, 
         bias = r.record.get(PARAMS)["head.bias"]
         torch.testing.assert_close(bias, torch.full_like(bias, -toy.lr * a), rtol=1e-7, atol=0)
     tau_eff = (4 * 1 + 8 * 2 + 20 * 5) / 32
-    if not settings:
+    if not config:
         tau_eff = (4 * work[0] + 8 * work[1] + 20 * work[2]) / 32
     moved = toy.method.aggregate(toy.initial(), 0, sent, iter(replies)).state.get(PARAMS)
     expected = torch.full((CLASSES,), -toy.lr * tau_eff, dtype=torch.float64)
@@ -196,7 +199,7 @@ def test_trained_clients_move_by_their_work(optimiser: Any, settings: dict[str, 
 
 
 def test_step_by_hand() -> None:
-    """p = (3/4, 1/4), a = (6, 2), Δ = (6, 4): d = (1, 2) and Σ p d = 1.25; τ_eff = 5.
+    """With p = (3/4, 1/4), a = (6, 2), Δ = (6, 4): d = (1, 2) and Σ p d = 1.25; τ_eff = 5.
 
     θ = 10 − 5 · 1.25 = 3.75, where FedAvg has 4.5. A = 5 · (0.75/6 + 0.25/2) = 1.25 and
     q = (1/2, 1/2): again 10 + 1.25 · (5 − 10) = 3.75. The learning rate plays no part.
@@ -210,7 +213,7 @@ def test_step_by_hand() -> None:
 
 
 def test_step_with_momentum_by_hand() -> None:
-    """ρ = ½: a = (1.5 + …): ‖a‖₁ of 3 steps is 4.25, of 1 step 1. n = (1, 1), Δ = (8.5, 1).
+    """ρ = ½: ‖a‖₁ is 4.25 for 3 steps and 1 for one; p = ½ each, Δ = (8.5, 1).
 
     d = (2, 1), Σ p d = 1.5, τ_eff = 2.625: θ = 10 − 3.9375.
     """
@@ -233,7 +236,7 @@ def test_proximal_step_by_hand() -> None:
 
 
 def test_uniform_average() -> None:
-    """p = ½ each: Σ p d = 1.5 and τ_eff = 4: θ = 10 − 6, whatever the numbers of images are."""
+    """With p = ½ each, Σ p d = 1.5 and τ_eff = 4: θ = 10 − 6, whatever the sizes are."""
     assert value(after(nova(replace(TASK, average="uniform")), PAIR)) == 4.0
 
 
@@ -252,6 +255,7 @@ cohorts = st.lists(
 )
 
 
+@quick
 @given(clients=cohorts, solver=st.sampled_from(["sgd", "momentum", "adam", "proximal"]))
 def test_amplification_is_at_least_one(clients: list[tuple[int, int, float]], solver: Any) -> None:
     """Jensen: Σ p a · Σ p/a ≥ 1, with equality for equal work only (without a pull)."""
@@ -265,6 +269,7 @@ def test_amplification_is_at_least_one(clients: list[tuple[int, int, float]], so
     assert sum(outcome.weights.values()) == pytest.approx(1.0)
 
 
+@quick
 @given(clients=cohorts, optimiser=st.sampled_from(OPTIMISERS))
 def test_both_published_forms(clients: list[tuple[int, int, float]], optimiser: Any) -> None:
     """``θ − τ_eff Σ p_k Δ_k/a_k`` and ``(1 − c₁c₂) θ + c₁ Σ (p_k/a_k) θ_k`` with c₁ = Σ p_k a_k
@@ -299,14 +304,16 @@ def states_of(toy: Toy) -> tuple[list[Record], list[dict[str, Any]]]:
     return states, events
 
 
+@pytest.mark.parametrize("dtype", [torch.float32, torch.float64])
 @pytest.mark.parametrize("average", ["size", "uniform"])
 @pytest.mark.parametrize("optimiser", OPTIMISERS)
-def test_equal_steps_are_fedavg_to_the_bit(optimiser: Any, average: Any) -> None:
+def test_equal_steps_are_fedavg_to_the_bit(optimiser: Any, average: Any, dtype: Any) -> None:
     """Clients of 17 to 20 images in batches of 4 all take 5 steps an epoch; some drop out."""
     common: dict[str, Any] = {
         "sizes": (17, 20, 18, 19, 20),
         "cohort": 4,
         "optimiser": optimiser,
+        "dtype": dtype,
         "federation": FederationSettings(average=average, drop_rate=0.3),
     }
     plain, plain_events = states_of(Toy("fedavg", **common))
@@ -358,10 +365,10 @@ def test_unequal_steps_follow_the_formula(optimiser: Any) -> None:
 
 
 def test_more_work_does_not_mean_more_say() -> None:
-    """Equal sizes and equal d_k directions: the step's direction is that of Σ p_k d_k.
+    """Two clients of equal size; one takes 90 steps of 0.1 along x, the other 10 along y.
 
-    One client takes 90 steps to the right (Δ = −9), the other 10 down (Δ = −1): FedAvg moves nine
-    times as far right as down, FedNova equally far: τ_eff/2 · 0.1 = 2.5 each.
+    FedAvg moves nine times as far along x as along y. FedNova moves equally far: τ_eff = 50, and
+    50 · ½ · 0.1 = 2.5 each.
     """
     thetas = torch.tensor([[9.0, 0.0], [0.0, 1.0]])
     replies = [
@@ -398,8 +405,8 @@ def test_a_client_without_a_step_is_left_out() -> None:
 
 
 def test_nobody_replied() -> None:
-    for settings in ({}, {"server_momentum": 0.9}, {"tau_eff": "ones"}):
-        method = nova(**settings)
+    for config in ({}, {"server_momentum": 0.9}, {"tau_eff": "ones"}):
+        method = nova(**config)
         state = method.init_state({"w": torch.tensor([10.0])}, {})
         state = method.aggregate(state, 0, {}, iter(PAIR)).state
         outcome = method.aggregate(state, 1, {}, iter([]))
@@ -438,8 +445,8 @@ def test_buffers_are_averaged_plainly() -> None:
     replies = [reply(0, 30, 6, 4.0, own[0]), reply(1, 10, 2, 6.0, own[1])]
     start = {"mean": torch.tensor([100.0]), "batches": torch.tensor(7)}
     plain = after(FedAvg(FedAvg.Config(), TASK), replies, buffers=start).state.get(BUFFERS)
-    for settings in ({}, {"tau_eff": "ones"}, {"server_momentum": 0.5}):
-        outcome = after(nova(**settings), replies, buffers=start)
+    for config in ({}, {"tau_eff": "ones"}, {"server_momentum": 0.5}):
+        outcome = after(nova(**config), replies, buffers=start)
         buffers = outcome.state.get(BUFFERS)
         assert buffers["mean"].tolist() == [2.0]
         assert buffers["mean"].dtype == torch.float32
@@ -458,10 +465,10 @@ def test_buffers_that_do_not_travel_are_kept() -> None:
 
 
 def test_server_momentum_by_hand() -> None:
-    """γ = ½. Round 0: u = 6.25, θ = 3.75. Round 1, the same clients again from θ = 3.75:
+    """γ = ½. Round 0: u = 6.25, θ = 3.75.
 
-    Δ = (−0.25, −2.25), d = (−1/24, −9/8), Σ p d = −0.3125, times τ_eff = 5: a plain step of
-    −1.5625; u = ½ · 6.25 − 1.5625 = 1.5625 and θ = 3.75 − 1.5625 = 2.1875.
+    Round 1, the same replies again: Δ = (−0.25, −2.25), d = (−1/24, −9/8), Σ p d = −0.3125, times
+    τ_eff = 5 a plain step of −1.5625. So u = ½ · 6.25 − 1.5625 = 1.5625 and θ = 2.1875.
     """
     method = nova(server_momentum=0.5)
     first = after(method, PAIR)
@@ -474,13 +481,13 @@ def test_server_momentum_by_hand() -> None:
 
 
 def test_server_momentum_stays_on_the_server_and_in_checkpoints(tmp_path: Path) -> None:
-    settings = {"server_momentum": 0.9}
-    toy = Toy("fednova", settings, rounds=4, cohort=3)
+    config = {"server_momentum": 0.9}
+    toy = Toy("fednova", config, rounds=4, cohort=3)
     states, events = states_of(toy)
     floats = sum(t.numel() for t in toy.initial().get(PARAMS).values())
     assert all(e["bytes_up"] == e["bytes_down"] == 3 * 4 * floats for e in events)
     save_record(tmp_path / "two", states[1])
-    resumed = Toy("fednova", settings, rounds=4, cohort=3)
+    resumed = Toy("fednova", config, rounds=4, cohort=3)
     end = resumed.loop().run(load_record(tmp_path / "two"), 2, lambda e: None, lambda t, s: None)
     assert same_bits(states[3], end)
     plain, _ = Toy("fednova", rounds=4, cohort=3).run()
@@ -523,14 +530,12 @@ def test_without_tau_eff_nothing_is_learnt() -> None:
     index = torch.arange(images, images + held_out).unsqueeze(0)
     truth = data.labels[images:]
     precision, losses, spread = {}, {}, {}
-    for label, name, settings in (
+    for label, name, config in (
         ("fedavg", "fedavg", {}),
         ("fednova", "fednova", {}),
         ("diagnostic", "fednova", {"tau_eff": "ones"}),
     ):
-        toy = Toy(
-            name, settings, sizes=sizes, rounds=10, epochs=5, batch_size=4, lr=1e-3, data=data
-        )
+        toy = Toy(name, config, sizes=sizes, rounds=10, epochs=5, batch_size=4, lr=1e-3, data=data)
         state, events = toy.run()
         pixels = toy.method.normalise(data.images.gather(index, torch.device("cpu")), {}, {})
         params = {n: t.unsqueeze(0) for n, t in state.get(PARAMS).items()}
@@ -586,9 +591,9 @@ def test_wrong_settings_are_refused(values: dict[str, Any], message: str) -> Non
 
 
 def test_built_in_settings_list_every_default() -> None:
-    settings = load_settings("demo", ["methods/fednova"])
-    assert settings.label == "fednova"
-    assert settings.methods["fednova"] == tree_of(FedNova.Config())
-    assert settings.grids["fednova"] == {k: list(v) for k, v in FedNova.search.items()}
+    found = load_settings("demo", ["methods/fednova"])
+    assert found.label == "fednova"
+    assert found.methods["fednova"] == tree_of(FedNova.Config())
+    assert found.grids["fednova"] == {k: list(v) for k, v in FedNova.search.items()}
     text = built_in_configs()["methods/fednova"].read_text(encoding="utf-8")
     assert all(f"{name} = " in text for name in FedNova.Config.__dataclass_fields__)

@@ -36,6 +36,13 @@ def replies_of(toy: Toy) -> list[Reply]:
     return toy.trainer.run(toy.method.stages(0)[0], 0, sent)
 
 
+def states_of(toy: Toy) -> list[Record]:
+    """The state after each round."""
+    states: list[Record] = []
+    toy.loop().run(toy.initial(), 0, lambda e: None, lambda t, s: states.append(s))
+    return states
+
+
 class Slope(FedProx):
     """A loss with slope 1 in every entry of ``head.bias``: a path one can follow by hand."""
 
@@ -84,12 +91,10 @@ def bias_after(method: type[FedProx], steps: int, **settings: Any) -> float:
 @pytest.mark.parametrize("optimiser", OPTIMISERS)
 def test_without_a_pull_it_is_fedavg(optimiser: Any, placement: str) -> None:
     """μ = 0: the same bits as FedAvg, round by round."""
-    states: dict[str, list[Record]] = {}
-    for name, config in (("fedavg", {}), ("fedprox", {"mu": 0.0, "placement": placement})):
-        toy = Toy(name, config, cohort=3, optimiser=optimiser)
-        seen = states[name] = []
-        toy.loop().run(toy.initial(), 0, lambda e: None, lambda t, s, seen=seen: seen.append(s))
-    assert all(same_bits(*pair) for pair in zip(*states.values(), strict=True))
+    plain = states_of(Toy("fedavg", cohort=3, optimiser=optimiser))
+    config = {"mu": 0.0, "placement": placement}
+    states = states_of(Toy("fedprox", config, cohort=3, optimiser=optimiser))
+    assert all(same_bits(*pair) for pair in zip(plain, states, strict=True))
 
 
 def test_one_step_from_the_received_model_is_fedavgs_when_coupled() -> None:
@@ -193,7 +198,7 @@ def test_without_slope_the_pull_shrinks_geometrically(mu: float) -> None:
 
 @pytest.mark.parametrize("mu", [0.5, 5.0, 9.5])
 def test_against_a_constant_slope_the_pull_holds_at_one_over_mu(mu: float) -> None:
-    """x ← (1 − lr μ) x − lr sums to −(1 − (1 − lr μ)^s)/μ: never further than 1/μ."""
+    """Summing x ← (1 − lr μ) x − lr gives −(1 − (1 − lr μ)^s)/μ: never further than 1/μ."""
     expected = -(1 - (1 - 0.1 * mu) ** 6) / mu
     assert bias_after(Slope, 6, mu=mu) == pytest.approx(expected, rel=1e-9)
 
@@ -265,7 +270,7 @@ def train_plainly(toy: Toy, client: int, mu: float, placement: str) -> Mapping[s
             if placement == "decoupled":
                 with torch.no_grad():
                     for p, s in zip(model.parameters(), start, strict=True):
-                        p -= task.lr * mu * (p - s)
+                        p.sub_(task.lr * mu * (p - s))
     return {name: p.detach() for name, p in model.named_parameters()}
 
 

@@ -24,7 +24,7 @@ LAYERS = [
     {"metrics"},
     {"experiments"},
     {"report"},
-    {"cli"},
+    {"cli", "cli_data"},
 ]
 LAYER = {part: depth for depth, layer in enumerate(LAYERS) for part in layer}
 MODULES = sorted(PACKAGE.rglob("*.py"))

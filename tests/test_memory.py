@@ -205,7 +205,8 @@ def test_a_damaged_file_is_named(damage: str, tmp_path: Path) -> None:
     content = bytearray(path.read_bytes())
     if damage == "bit":
         content[-9] ^= 4
-    path.write_bytes({"cut": content[:-7], "empty": b"", "foreign": b"words"}.get(damage, content))
+    damaged = {"cut": content[:-7], "bit": content, "empty": b"", "foreign": b"words"}[damage]
+    path.write_bytes(bytes(damaged))
     with pytest.raises(CheckpointError, match=r"3/0\.safetensors is damaged.*Restore the file"):
         ClientMemory(tmp_path).read(3, before=1)
 

@@ -692,3 +692,13 @@ def test_without_a_with_block_the_terminal_is_left_alone(
     for event in events_of(cases["fedharmony"])[:4]:
         show(event)
     assert "\x1b[?25l" not in output(target)
+
+
+def test_decoding_is_announced_once_for_each_part() -> None:
+    out = io.StringIO()
+    show = Progress(console=Console(file=out, width=80, force_terminal=False))
+    for total in (300, 100):
+        for done in range(0, total + 1, 50):
+            show({"event": "decode", "done": done, "total": total})
+    lines = out.getvalue().splitlines()
+    assert [line.split(";")[0] for line in lines] == ["decoding 300 images", "decoding 100 images"]

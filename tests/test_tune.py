@@ -104,7 +104,8 @@ def test_a_label_says_what_the_settings_make_of_a_method() -> None:
     demo = load_settings("demo")
     assert demo.with_run("fedlgt").label == "fedlgt-randtext"
     assert demo.with_run("fednova").label == "fednova"
-    assert demo.with_run("fednova:diagnostic").label == "fednova-diagnostic:diagnostic"
+    assert demo.with_run("fednova:diagnostic").label == "fednova-diagnostic"
+    assert demo.with_run("fedlgt:released").label == "fedlgt-randtext:released"
     changed = load_settings("demo", ['methods.fednova.tau_eff="ones"', "run.method=fednova"])
     assert changed.label == "fednova-diagnostic"
     (run,) = plan(changed, ["fednova"], [0], Path("somewhere"))
@@ -120,6 +121,9 @@ def test_central_is_one_client_with_all_images(tmp_path: Path) -> None:
     assert [len(part) for part in assembly.clients] == [120]
     assert assembly.schedule == [[0], [0]]
     assert assembly.settings.label == "central"
+    assert assembly.settings.train.epochs == 1
+    five = load_settings("demo", ["train.epochs=5", "federation.cohort=8"])  # of 20 clients
+    assert five.central(0).train.epochs == 2
     assert assembly.settings.method_name == "fedavg"
 
 

@@ -64,10 +64,14 @@ class ModelMean:
     def update(self, state: Record) -> Record:
         """``state`` with its model replaced by the mean; unchanged when nobody was folded in.
 
-        Tensors that did not travel (frozen ones) keep the server's value.
+        Whole numbers (counters among the buffers) keep the server's value: they have no mean.
         """
         if not self.clients:
             return state
-        return state.replace(
-            {group: {**state.get(group), **mean.result()} for group, mean in self._means.items()}
-        )
+        groups = {}
+        for group, mean in self._means.items():
+            before = state.get(group)
+            found = mean.result()
+            fresh = {n: t for n, t in found.items() if t.is_floating_point() or n not in before}
+            groups[group] = {**before, **fresh}
+        return state.replace(groups)

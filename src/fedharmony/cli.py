@@ -18,6 +18,7 @@ from rich.table import Table
 from rich.text import Text
 
 import fedharmony
+from fedharmony.cli_data import data_app, models_app, partition
 from fedharmony.errors import ClientLimitError, ConfigError, FedHarmonyError
 from fedharmony.registry import load_plugins
 from fedharmony.report.progress import Progress
@@ -381,6 +382,11 @@ def list_components(kind: Kind, plugin: Plugins = None) -> None:
             more = f"  (presets: {', '.join(presets)})" if len(presets) > 1 else ""
             table.add_row(f"[bold]{name}[/]", registry.summary(name) + more)
     Console().print(table)
+
+
+app.command()(partition)
+app.add_typer(data_app, name="data")
+app.add_typer(models_app, name="models")
 
 
 def _version(show: bool) -> None:

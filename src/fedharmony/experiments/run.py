@@ -11,10 +11,13 @@ from pathlib import Path
 from typing import Any
 
 import numpy as np
+import numpy.typing as npt
 import torch
 
 from fedharmony.correlation import label_correlation
+from fedharmony.data.annotations import FileSource
 from fedharmony.data.base import DataSet, LabelledImages, TensorImages, datasets
+from fedharmony.data.cache import MappedImages
 from fedharmony.engine.checkpoint import digest
 from fedharmony.engine.cohort import Cohort
 from fedharmony.engine.federation import Event, Federation
@@ -32,11 +35,13 @@ from fedharmony.metrics import (
     trivial_baselines,
 )
 from fedharmony.models.base import InputSpec, Model, models
+from fedharmony.partition.annotation import client_known
 from fedharmony.partition.base import Partition, splitters
+from fedharmony.partition.feature_skew import feature_skew, skewed_images
 from fedharmony.partition.report import split_report
 from fedharmony.rng import numpy_rng, torch_rng
 from fedharmony.transport.inprocess import InProcess
-from fedharmony.types import BUFFERS, FROZEN, PARAMS, Index, Record, Tensors
+from fedharmony.types import BUFFERS, FROZEN, PARAMS, Index, Labels, Record, Tensors
 
 Observer = Callable[[Event], None]
 Results = dict[str, Any]
@@ -154,30 +159,55 @@ class Assembly:
         return Evaluation(store.result(options), structure)
 
 
-def load_partition(settings: Settings, data: DataSet, file: str | Path | None = None) -> Partition:
+def draw_partition(
+    settings: Settings, labels: Labels, users: npt.NDArray[Any] | None, file: Path | None = None
+) -> Partition:
     """The split of the training images: from a file, or drawn."""
-    split, images = settings.split.common, len(data.train)
+    split = settings.split.common
     if file is not None or split.file is not None:
-        partition = Partition.load(Path(file or split.file), images)
-        if len(partition.indices) != split.clients:
+        partition = Partition.load(Path(file or split.file), len(labels))
+        if split.clients is not None and len(partition.indices) != split.clients:
             raise ConfigError(
                 f"The partition file holds {len(partition.indices)} clients, but split.clients = "
                 f"{split.clients}. Set split.clients to the number in the file."
             )
         return partition
     splitter = splitters[split.name](settings.split.own)
-    return splitter.partition(data.train.labels, split.clients, split.seed, data.train.users)
+    partition = splitter.partition(labels, split.clients, split.seed, users)
+    return feature_skew(partition, split.transforms, split.seed) if split.transforms else partition
+
+
+def as_clients_see(data: DataSet, partition: Partition, settings: Settings) -> DataSet:
+    """The training data with each client's own transform, and its own known labels."""
+    train, split = data.train, settings.split.common
+    train = replace(train, images=skewed_images(train.images, partition))
+    if split.annotated < 1:
+        known = client_known(train.labels, partition, split.annotated, split.seed)
+        train = replace(train, known=known if train.known is None else known & train.known)
+    return replace(data, train=train)
+
+
+def load_data(settings: Settings, observe: Observer) -> DataSet:
+    """The data set; images that must be decoded first say so as events."""
+    source = datasets[settings.data.common.name](settings.data.own)
+    if isinstance(source, FileSource):
+        return source.load(lambda d, n: observe({"event": "decode", "done": d, "total": n}))
+    return source.load()
 
 
 def assemble(
-    settings: Settings, partition_file: Path | None = None, data: DataSet | None = None
+    settings: Settings,
+    partition_file: Path | None = None,
+    data: DataSet | None = None,
+    observe: Observer = lambda event: None,
 ) -> Assembly:
     """Build data, split, model and method; whatever does not fit is refused here."""
     device = choose_device(settings.engine.device)
     if settings.engine.threads is not None:
         torch.set_num_threads(settings.engine.threads)
-    data = data or datasets[settings.data.common.name](settings.data.own).load()
-    partition = load_partition(settings, data, partition_file)
+    torch.set_float32_matmul_precision("high" if settings.engine.tf32 else "highest")
+    data = on_device(data or load_data(settings, observe), device)
+    partition = draw_partition(settings, data.train.labels, data.train.users, partition_file)
     clients: Sequence[Index] = partition.indices
     if settings.split.common.holdout > 0:
         clients, held = hold_out(partition, settings.split.common.holdout)
@@ -210,7 +240,7 @@ def assemble(
     schedule = draw_schedule(sizes, run.rounds, cohort, federation.sampling, run.seed)
     return Assembly(
         settings=settings,
-        data=on_device(data, device),
+        data=as_clients_see(data, partition, settings),
         partition=partition,
         clients=clients,
         model=Model(backbone, method.head(backbone.width)),
@@ -245,7 +275,9 @@ def on_device(data: DataSet, device: torch.device) -> DataSet:
 
     def move(part: LabelledImages) -> LabelledImages:
         images = part.images
-        return replace(part, images=images.to(device)) if isinstance(images, TensorImages) else part
+        if isinstance(images, TensorImages | MappedImages):
+            return replace(part, images=images.to(device))
+        return part
 
     return replace(data, train=move(data.train), test=move(data.test))
 
@@ -253,7 +285,7 @@ def on_device(data: DataSet, device: torch.device) -> DataSet:
 def start(settings: Settings, folder: RunFolder, observe: Observer) -> Results:
     """A new run in an empty folder; returns its results."""
     folder.refuse_if_taken()
-    assembly = assemble(settings)
+    assembly = assemble(settings, observe=observe)
     folder.create(settings, assembly.device)
     return _first_round(assembly, folder, observe)
 
@@ -270,9 +302,9 @@ def resume(folder: RunFolder, observe: Observer, device: str | None = None) -> R
     if (results := finished(folder)) is not None:
         return results
     if not folder.checkpoint.exists():  # killed before round 0
-        return _first_round(assemble(settings), folder, observe)
+        return _first_round(assemble(settings, observe=observe), folder, observe)
     rounds_done, state = folder.load_state(settings)
-    assembly = assemble(settings, folder["partition.json"])
+    assembly = assemble(settings, folder["partition.json"], observe=observe)
     folder.cut_events(rounds_done)
     return _rounds(assembly, folder, rounds_done, state.to(assembly.device), observe)
 

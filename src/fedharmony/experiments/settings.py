@@ -26,7 +26,7 @@ from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Annotated, Any
 
-from annotated_types import Ge, Gt, Lt
+from annotated_types import Ge, Gt, Le, Lt
 
 import fedharmony
 from fedharmony.config import Tree, build, keys, merge, override, read_toml, tree_of
@@ -77,17 +77,23 @@ class SplitSettings:
 
     Attributes:
         name: the splitter.
-        clients: number of clients (K).
+        clients: number of clients (K); none lets the splitter decide (50, or all natural users).
         seed: seeds the split alone, so that repeats can share it.
         file: use this partition file instead of splitting.
+        transforms: names of image transforms, given to the clients in turn ("feature skew"): images
+            of different clients look different. The test images stay as they are.
+        annotated: share of the labels that each client annotates; the others are unknown there, in
+            loss and correlation.
         holdout: share of each client's images on which the model is evaluated *instead of* the test
             set, and which the client does not train on. For choosing settings.
     """
 
     name: str = "pivot_dirichlet"
-    clients: Annotated[int, Ge(1)] = 50
+    clients: Annotated[int, Ge(1)] | None = None
     seed: Annotated[int, Ge(0)] = 0
     file: str | None = None
+    transforms: tuple[str, ...] = ()
+    annotated: Annotated[float, Gt(0), Le(1)] = 1.0
     holdout: Annotated[float, Ge(0), Lt(1)] = 0.0
 
 
@@ -113,6 +119,7 @@ class EngineSettings:
         stack: clients trained at once; none chooses by device.
         sweep_batch: images per client and step in passes without gradient.
         threads: CPU threads; none keeps torch's choice.
+        tf32: matrix products on CUDA with shorter mantissas: faster, less exact.
         memory_mb: what clients keep between rounds is on disk; this much of it also in memory.
     """
 
@@ -120,6 +127,7 @@ class EngineSettings:
     stack: Annotated[int, Ge(1)] | None = None
     sweep_batch: Annotated[int, Ge(1)] = 32
     threads: Annotated[int, Ge(1)] | None = None
+    tf32: bool = False
     memory_mb: Annotated[int, Ge(0)] = 1024
 
 
@@ -187,7 +195,8 @@ class Settings:
         if self.run.label is not None:
             return self.run.label
         name, colon, preset = self.run.method.partition(":")
-        return f"{name}{methods[name].suffix(self.method_config())}{colon}{preset}"
+        shown = f"{name}{methods[name].suffix(self.method_config())}"
+        return shown if shown == f"{name}-{preset}" else f"{shown}{colon}{preset}"
 
     @property
     def training(self) -> TrainSettings:
@@ -219,12 +228,21 @@ class Settings:
         return changed
 
     def central(self, seed: int) -> Settings:
-        """The upper bound: one party holds all images and trains as each client would."""
-        split = replace(self.split.common, name="iid", clients=1, file=None)
+        """The upper bound: one party holds all images.
+
+        Its rounds see as many images as a cohort's would: epochs are scaled by the share of the
+        clients that take part.
+        """
+        share = self.federation.participation
+        if self.federation.cohort is not None and self.split.common.clients is not None:
+            share = self.federation.cohort / self.split.common.clients
+        train = replace(self.train, epochs=max(1, round(self.train.epochs * share)))
+        split = replace(self.split.common, name="iid", clients=1, file=None, transforms=())
         federation = replace(self.federation, participation=1.0, cohort=None, drop_rate=0.0)
         changed = replace(
             self.with_run(CENTRAL_METHOD, seed),
             split=Component(split, splitters["iid"].Config()),
+            train=train,
             federation=federation,
         )
         return replace(changed, run=replace(changed.run, label=CENTRAL))

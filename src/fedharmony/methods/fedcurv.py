@@ -108,7 +108,7 @@ class FedCurv(Method):
         if SUM_U not in message.groups:
             return {}
         own = int(message.get(FISHER)["round"])
-        mine = own >= 0 and "round" in view.memory and own == int(view.memory["round"])
+        mine = "round" in view.memory and own == int(view.memory["round"])
         return {
             f"{kind}.{name}": total - _read(view.memory, f"{kind}.{name}") if mine else total
             for kind, group in (("u", SUM_U), ("v", SUM_V))
@@ -145,7 +145,7 @@ class FedCurv(Method):
 
         def objective(outputs: Tensor, batch: Batch) -> Tensor:
             if config.fisher_labels == "sampled":
-                guess = batch.draws["labels"] < outputs.detach().sigmoid()
+                guess = batch.draws["labels"] < outputs.sigmoid()
                 batch = batch._replace(labels=guess.to(outputs.dtype))
             return (entries(LossSettings(), outputs, batch) * (batch.counted > 0)).sum(-1)
 

@@ -13,8 +13,9 @@ gradients enter it, removes that.
 
 Written with ``q_k ∝ p_k / ‖a_k‖₁``, ``Σ q_k = 1``, the step is ``θ^{t+1} = θ^t + A (Σ q_k θ_k −
 θ^t)``, where ``A = τ_eff Σ p_k / ‖a_k‖₁ ≥ 1`` is the amplification: 1 exactly when all clients do
-equal work, and then the result is FedAvg's to the bit. Nothing multiplies by the learning rate: it
-is inside Δ_k.
+equal work, and then the result is FedAvg's to the bit. (With a proximal local objective the
+authors' code has ``τ_eff = Σ p_k τ_k``, and A > 1 even then.) Nothing multiplies by the learning
+rate: it is inside Δ_k.
 
 Deviation: clients send θ_k, from which the server, which knows θ^t, forms Δ_k.
 """
@@ -121,7 +122,7 @@ class FedNova(Method):
         """
         mean, others = RunningMean(), ModelMean()
         shares: dict[int, float] = {}
-        total = effort = unit = 0.0
+        total = effort = unit = 0.0  # effort / total is τ_eff in units
         for reply in replies:
             steps = int(reply.record.scalars["steps"])
             if steps == 0:
@@ -132,11 +133,10 @@ class FedNova(Method):
             mean.add(reply.record.get(PARAMS), shares[reply.client])
             others.add(Record({BUFFERS: reply.record.get(BUFFERS)}), weight)
             total += weight
-            # For proximal SGD the authors' code takes the mean number of steps as τ_eff.
             effort += weight * ((steps if self.config.mu > 0 else work) / unit)
         if not shares:
             return Outcome(state)
-        inverse = mean.weight / total  # Σ p_k / ‖a_k‖₁
+        inverse = mean.weight / total  # Σ p_k / ‖a_k‖₁, in 1/unit
         amplification = factor = (effort / total) * inverse
         if self.config.tau_eff == "ones":
             factor = inverse / unit

@@ -27,6 +27,8 @@ from fedharmony.types import Index, Labels
 splitters: Registry[type[Splitter]] = Registry("splitter", "fedharmony.partition")
 
 FORMAT = "fedharmony-partition-1"
+#: K where neither the settings nor the data say how many clients there are.
+DEFAULT_CLIENTS = 50
 
 
 @dataclass(frozen=True, eq=False)
@@ -195,9 +197,14 @@ class Splitter(ABC):
 
     A subclass implements :meth:`split`; users call :meth:`partition`, which refuses the impossible
     before any work and checks what comes back.
+
+    Attributes:
+        name: The name it is registered under.
+        covers: Whether every image must get an owner; False lets a splitter leave images out.
     """
 
     name: ClassVar[str] = ""
+    covers: ClassVar[bool] = True
 
     @dataclass(frozen=True)
     class Config:
@@ -221,19 +228,32 @@ class Splitter(ABC):
             users: ``(N,)``, the natural owner of every image, where the data have owners.
 
         Returns:
-            K sorted, disjoint, non-empty int64 arrays that hold every image once.
+            K sorted, disjoint, non-empty int64 arrays that hold every image once; some images may
+            be missing where ``covers`` is False.
         """
+
+    def default_clients(self, users: npt.NDArray[Any] | None) -> int:
+        """K when the caller names none; ``users`` as in :meth:`split`."""
+        return DEFAULT_CLIENTS
 
     @final
     def partition(
-        self, labels: Labels, clients: int, seed: int, users: npt.NDArray[Any] | None = None
+        self,
+        labels: Labels,
+        clients: int | None,
+        seed: int,
+        users: npt.NDArray[Any] | None = None,
     ) -> Partition:
         """Divide the images, and check the result; arguments as in :meth:`split`.
+
+        Without a number of ``clients`` there are :meth:`default_clients`.
 
         Raises:
             PartitionError: The request cannot be met.
         """
         images = len(labels)
+        if clients is None:
+            clients = self.default_clients(users)
         if clients < 1:
             raise PartitionError(f"Cannot split among {clients} clients. Ask for at least one.")
         if clients > images:
@@ -244,7 +264,7 @@ class Splitter(ABC):
         indices = tuple(self.split(labels, clients, seed, users))
         partition = Partition(indices, images, self.name, asdict(self.config), seed)
         held = int(partition.sizes.sum())
-        if (len(indices), held) != (clients, images):
+        if len(indices) != clients or (self.covers and held != images):
             raise PartitionError(
                 f"Splitter {self.name!r} returned {len(indices)} clients with {held} images "
                 f"instead of {clients} with {images}. This is a mistake in the splitter."

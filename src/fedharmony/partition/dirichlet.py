@@ -19,6 +19,7 @@ from __future__ import annotations
 
 import heapq
 import math
+from abc import abstractmethod
 from dataclasses import dataclass
 from typing import Annotated, Any, Literal
 
@@ -34,15 +35,8 @@ from fedharmony.types import Index, Labels
 Pivot = Literal["rarest", "most_frequent", "random"]
 
 
-@splitters.register("pivot_dirichlet")
-class PivotDirichlet(Splitter):
-    """Label skew: each image's pivot class is divided among clients by Dirichlet proportions.
-
-    >>> labels = np.eye(3, dtype=np.uint8).repeat(40, axis=0)
-    >>> partition = PivotDirichlet(PivotDirichlet.Config(gamma=0.1)).partition(labels, 4, seed=0)
-    >>> int(partition.sizes.sum()), bool(partition.sizes.min() >= 10)
-    (120, True)
-    """
+class ClasswiseDirichlet(Splitter):
+    """Steps 2 and 3 of the split, for images that fall into classes; a subclass gives step 1."""
 
     @dataclass(frozen=True)
     class Config(Splitter.Config):
@@ -50,8 +44,6 @@ class PivotDirichlet(Splitter):
 
         Attributes:
             gamma: Concentration γ of the Dirichlet distribution; smaller is more skewed.
-            pivot: Which of an image's labels decides: its globally rarest, its most frequent, or a
-                random one.
             balance: Whether clients that already hold N / K images get no more of later classes.
             min_size: Images every client has at least. None takes 10, but not more than half of
                 N / K, so that small clients stay possible, and not less than 1.
@@ -63,7 +55,6 @@ class PivotDirichlet(Splitter):
         """
 
         gamma: Annotated[float, Ge(1e-6), Le(1e6)] = 0.5
-        pivot: Pivot = "rarest"
         balance: bool = True
         min_size: Annotated[int, Ge(1)] | None = None
         max_tries: Annotated[int, Ge(1)] = 200
@@ -71,15 +62,24 @@ class PivotDirichlet(Splitter):
 
     config: Config
 
+    @abstractmethod
+    def classes(self, labels: Labels, seed: int, rng: np.random.Generator) -> Index:
+        """The class of every image, int64 ``(N,)``, from 0; classes may be empty.
+
+        Args:
+            labels: Y, uint8 ``(N, C)``.
+            seed: For libraries that take a seed.
+            rng: The generator of the split, for other draws.
+        """
+
     def split(
         self, labels: Labels, clients: int, seed: int, users: npt.NDArray[Any] | None = None
     ) -> list[Index]:
         """See :meth:`Splitter.split`."""
         config, images = self.config, len(labels)
         min_size = smallest_client(images, clients, config.min_size)
-        rng = numpy_rng(seed, "split/pivot_dirichlet")
-        pivot = pivot_labels(labels, config.pivot, rng)
-        members = [m for m in by_owner(pivot, labels.shape[1] + 1) if len(m)]
+        rng = numpy_rng(seed, f"split/{self.name}")
+        members = members_of(self.classes(labels, seed, rng))
         counts = self._draw([len(m) for m in members], clients, min_size, rng)
         owner = np.empty(images, np.int64)
         for images_of_class, shares in zip(members, counts, strict=True):
@@ -89,12 +89,7 @@ class PivotDirichlet(Splitter):
         if smallest >= min_size:
             return parts
         if not config.repair:
-            raise PartitionError(
-                f"No split of {images} images among {clients} clients with gamma = "
-                f"{config.gamma:g} gave every client {min_size} images; the best of "
-                f"{config.max_tries} draws left one with {smallest}. Lower split.min_size, raise "
-                "split.gamma, use fewer clients, or set split.repair = true."
-            )
+            raise too_small(images, clients, config.gamma, min_size, config.max_tries, smallest)
         return repaired(parts, min_size, rng)
 
     def _draw(
@@ -139,6 +134,34 @@ class PivotDirichlet(Splitter):
         return counts
 
 
+@splitters.register("pivot_dirichlet")
+class PivotDirichlet(ClasswiseDirichlet):
+    """Label skew: each image's pivot class is divided among clients by Dirichlet proportions.
+
+    >>> labels = np.eye(3, dtype=np.uint8).repeat(40, axis=0)
+    >>> partition = PivotDirichlet(PivotDirichlet.Config(gamma=0.1)).partition(labels, 4, seed=0)
+    >>> int(partition.sizes.sum()), bool(partition.sizes.min() >= 10)
+    (120, True)
+    """
+
+    @dataclass(frozen=True)
+    class Config(ClasswiseDirichlet.Config):
+        """Settings of the split, besides those of :class:`ClasswiseDirichlet`.
+
+        Attributes:
+            pivot: Which of an image's labels decides: its globally rarest, its most frequent, or a
+                random one.
+        """
+
+        pivot: Pivot = "rarest"
+
+    config: Config
+
+    def classes(self, labels: Labels, seed: int, rng: np.random.Generator) -> Index:
+        """The pivot of every image; see :func:`pivot_labels`."""
+        return pivot_labels(labels, self.config.pivot, rng)
+
+
 def smallest_client(images: int, clients: int, min_size: int | None) -> int:
     """The smallest size allowed, or a :class:`PartitionError` when it cannot be had.
 
@@ -154,6 +177,26 @@ def smallest_client(images: int, clients: int, min_size: int | None) -> int:
             f"split.min_size to {largest} or less, or use at most {images // min_size} clients."
         )
     return min_size
+
+
+def too_small(
+    images: int, clients: int, gamma: float, min_size: int, tries: int, smallest: int
+) -> PartitionError:
+    """The error when no draw gave every client ``min_size`` images, with the best one's minimum."""
+    return PartitionError(
+        f"No split of {images} images among {clients} clients with gamma = {gamma:g} gave every "
+        f"client {min_size} images; the best of {tries} draws left one with {smallest}. Lower "
+        "split.min_size, raise split.gamma, use fewer clients, or set split.repair = true."
+    )
+
+
+def members_of(classes: Index) -> list[Index]:
+    """The sorted images of every class that has any, given the class ``(N,)`` of every image.
+
+    >>> [images.tolist() for images in members_of(np.array([2, 0, 2]))]
+    [[1], [0, 2]]
+    """
+    return [images for images in by_owner(classes, int(classes.max()) + 1) if len(images)]
 
 
 def pivot_labels(labels: Labels, pivot: Pivot, rng: np.random.Generator) -> Index:

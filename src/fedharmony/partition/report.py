@@ -34,6 +34,7 @@ class SplitReport:
     Attributes:
         clients: K.
         images: N.
+        left_out: Images that no client holds; the other numbers are about those that one does.
         size_min: Smallest n_k.
         size_median: Median n_k.
         size_max: Largest n_k.
@@ -51,6 +52,7 @@ class SplitReport:
 
     clients: int
     images: int
+    left_out: int
     size_min: int
     size_median: float
     size_max: int
@@ -89,12 +91,13 @@ def split_report(labels: Labels, partition: Partition, seed: int) -> SplitReport
     sizes = partition.sizes
     positives = np.stack([labels[index].sum(0, dtype=np.int64) for index in partition.indices])
     seen = (positives > 0).sum(1)
-    order = numpy_rng(seed, "split_report/iid").permutation(partition.images)
-    iid = np.split(order[: sizes.sum()], np.cumsum(sizes)[:-1])
+    held = np.sort(np.concatenate(partition.indices))
+    iid = np.split(numpy_rng(seed, "split_report/iid").permutation(held), np.cumsum(sizes)[:-1])
     drift, drift_clients = correlation_drift(labels, partition.indices)
     return SplitReport(
         clients=len(sizes),
         images=partition.images,
+        left_out=partition.images - len(held),
         size_min=int(sizes.min()),
         size_median=float(np.median(sizes)),
         size_max=int(sizes.max()),
@@ -142,22 +145,25 @@ def jensen_shannon(positives: Index) -> float | None:
 def correlation_drift(labels: Labels, indices: Sequence[Index]) -> tuple[float | None, int]:
     """Mean over clients of √(mean over pairs c ≠ c' of (φ_k(c, c') − φ(c, c'))²), and their number.
 
-    A pair counts at a client where both of its labels vary; elsewhere φ_k is undefined. (With 0 in
-    its place a client of one label, with nothing but zeros, would seem closer to the global φ than
-    the noise of an IID client.) Clients count when n_k >= 20 and at least one pair is defined; None
-    when there are no such clients.
+    φ is that of all these clients' images together. A pair counts at a client where both of its
+    labels vary; elsewhere φ_k is undefined. (With 0 in its place a client of one label, with
+    nothing but zeros, would seem closer to the global φ than the noise of an IID client.) Clients
+    count when n_k >= 20 and at least one pair is defined; None when there are no such clients.
 
     Args:
         labels: Y, uint8 ``(N, C)``.
         indices: Per client the indices of its images.
     """
-    overall = label_correlation(labels)[0].numpy()
+    overall = label_correlation(labels[np.concatenate(indices)])[0].numpy()
     rmse = []
     for index in indices:
         if len(index) < MIN_IMAGES:
             continue
-        own, defined = (part.numpy() for part in label_correlation(labels[index]))
-        pairs = np.outer(defined, defined) & ~np.eye(len(defined), dtype=bool)
-        if pairs.any():
-            rmse.append(np.sqrt(np.mean((own - overall)[pairs] ** 2)))
+        own = labels[index]
+        positives = own.sum(0, dtype=np.int64)
+        # Only labels that vary: of a thousand and more classes a client sees few.
+        varies = np.flatnonzero((positives > 0) & (positives < len(own)))
+        if len(varies) > 1:
+            error = label_correlation(own[:, varies])[0].numpy() - overall[np.ix_(varies, varies)]
+            rmse.append(np.sqrt(np.mean(error[~np.eye(len(varies), dtype=bool)] ** 2)))
     return (float(np.mean(rmse)) if rmse else None), len(rmse)

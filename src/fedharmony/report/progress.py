@@ -138,6 +138,7 @@ class Progress:
         self._sequence = ""
         self._state: _State | None = None
         self._held = False  # a round whose line waits for its evaluation
+        self._decoded = (0, 0)  # images decoded before the run, and to be decoded
 
     def __enter__(self) -> Self:
         """Start the live display where there can be one."""
@@ -183,6 +184,8 @@ class Progress:
         state = self._state
         if kind == "start":
             self._start(event)
+        elif kind == "decode":
+            self._decode(int(event.get("done") or 0), int(event.get("total") or 0))
         elif state is None:
             return
         elif kind == "progress":
@@ -200,7 +203,14 @@ class Progress:
             self._state = None
             self._print(_summary(state, event))
 
+    def _decode(self, done: int, total: int) -> None:
+        """Images are decoded once, before the first run that needs them."""
+        if total != self._decoded[1] or done < self._decoded[0]:
+            self._print(f"decoding {total:,} images; later runs find them in the cache")
+        self._decoded = (done, total)
+
     def _start(self, event: Mapping[str, Any]) -> None:
+        self._decoded = (0, 0)
         title = self._sequence or str(event.get("label") or event.get("method") or "run")
         begin = int(event.get("resumed_at") or 0)
         self._state = _State(title, int(event.get("rounds") or 0), done=begin, began_at=begin)
@@ -231,7 +241,15 @@ class Progress:
 
     def _display(self) -> RenderableType:
         state = self._state
-        return Text("") if state is None else _panel(state, self._console.width)
+        if state is not None:
+            return _panel(state, self._console.width)
+        done, total = self._decoded
+        if not total:
+            return Text("")
+        bar = Table.grid(padding=(0, 1))
+        width = max(10, min(48, self._console.width - 44))
+        bar.add_row(ProgressBar(total=total, completed=done, width=width), f"{done:,}/{total:,}")
+        return bar
 
 
 def _line(state: _State) -> str:

@@ -1,0 +1,193 @@
+"""Commands around data, splits and weights: look before you train."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager
+from pathlib import Path
+from typing import TYPE_CHECKING, Annotated, Any
+
+import typer
+from rich.console import Console
+from rich.progress import BarColumn, MofNCompleteColumn, TextColumn, TimeRemainingColumn
+from rich.progress import Progress as Bar
+from rich.table import Table
+
+from fedharmony.errors import ConfigError, DataError
+
+if TYPE_CHECKING:
+    from fedharmony.data.annotations import FileSource
+    from fedharmony.partition.report import SplitReport
+
+data_app = typer.Typer(
+    no_args_is_help=True, help="Check data sets on disk, and decode their images ahead of a run."
+)
+models_app = typer.Typer(no_args_is_help=True, help="Weights of pre-trained models.")
+
+Name = Annotated[
+    str, typer.Argument(metavar="NAME", help="voc, coco, flair or table (fedharmony list datasets)")
+]
+Place = Annotated[Path, typer.Argument(metavar="PATH", help="Folder or archive with the data.")]
+Changes = Annotated[
+    list[str] | None,
+    typer.Argument(metavar="[KEY=VALUE]...", help="Settings of the loader, e.g. `year=2012`."),
+]
+
+
+def source(name: str, path: Path, changes: Sequence[str] | None) -> FileSource:
+    """The loader of a data set on disk, with its settings checked."""
+    from fedharmony.config import build, parse_override
+    from fedharmony.data.annotations import FileSource
+    from fedharmony.data.base import datasets
+
+    cls = datasets[name]
+    if not issubclass(cls, FileSource):
+        raise DataError(f"Data set {name!r} is made by the package itself: there are no files.")
+    values: dict[str, Any] = {"path": str(path)}
+    for text in changes or ():
+        keys, value = parse_override(text)
+        if len(keys) != 1:
+            raise ConfigError(f"{text!r}: settings of the loader have no section; use KEY=VALUE.")
+        values[keys[0]] = value
+    return cls(build(cls.Config, values, "data"))
+
+
+@contextmanager
+def decoding(quiet: bool) -> Iterator[Callable[[int, int], None] | None]:
+    """A progress bar for decoding; nothing is drawn while nothing is decoded."""
+    if quiet:
+        yield None
+        return
+    columns = (TextColumn("decoding"), BarColumn(), MofNCompleteColumn(), TimeRemainingColumn())
+    with Bar(*columns, console=Console(stderr=True), transient=True) as bar:
+        tasks: list[Any] = []
+
+        def show(done: int, total: int) -> None:
+            if not tasks or done == 0 or bar.tasks[-1].total != total:
+                tasks.append(bar.add_task("decoding", total=total))
+            bar.update(tasks[-1], completed=done)
+
+        yield show
+
+
+@data_app.command()
+def check(name: Name, path: Place, changes: Changes = None) -> None:
+    """Verify files and counts of a data set, and say what is missing.
+
+    Example: `fedharmony data check voc ~/VOCdevkit year=2012`
+    """
+    found = source(name, path, changes).check()
+    table = Table(box=None, pad_edge=False)
+    for heading in ("", "expected", "found"):
+        table.add_column(heading, justify="right" if heading else "left")
+    for line in found.lines:
+        mark = "" if line.ok else "bold red"
+        table.add_row(line.what, f"{line.expected:,}", f"{line.found:,}", style=mark)
+    console = Console()
+    console.print(table)
+    console.print(found.advice, soft_wrap=True)
+    if not found.ok:
+        raise typer.Exit(1)
+
+
+@data_app.command()
+def prepare(
+    name: Name,
+    path: Place,
+    changes: Changes = None,
+    quiet: Annotated[bool, typer.Option("--quiet", "-q", help="No progress bar.")] = False,
+) -> None:
+    """Decode and resize all images once, into the cache that runs read.
+
+    Example: `fedharmony data prepare voc ~/VOCdevkit year=2012 image_size=224`
+
+    A run does the same by itself when it finds no cache.
+    """
+    from fedharmony.data.cache import Resize
+    from fedharmony.data.files import in_bytes
+
+    loader = source(name, path, changes)
+    side = loader.config.image_size
+    _, train, test = loader.annotations()
+    size = in_bytes(Resize(side).nbytes(len(train) + len(test)))
+    console = Console()
+    console.print(
+        f"{len(train):,} training and {len(test):,} test images at {side} × {side} pixels: {size}"
+    )
+    with decoding(quiet) as progress:
+        data = loader.load(progress)
+    lost = len(train) + len(test) - len(data.train) - len(data.test)
+    left = f", {lost:,} unreadable ones left out" if lost else ""
+    console.print(f"Ready: {len(data.train):,} training and {len(data.test):,} test images{left}.")
+
+
+def partition(
+    config: Annotated[str, typer.Argument(metavar="CONFIG", help="TOML file or built-in name.")],
+    overrides: Annotated[
+        list[str] | None, typer.Argument(metavar="[KEY=VALUE | CONFIG]...")
+    ] = None,
+    out: Annotated[
+        Path | None, typer.Option("--out", "-o", help="Folder for table, picture and partition.")
+    ] = None,
+) -> None:
+    """Preview a split as table and picture, without training and without decoding an image.
+
+    Example: `fedharmony partition demo split.gamma=0.1 split.clients=50`
+
+    Writes partition.json (usable as `split.file`), split_report.json and split.svg.
+    """
+    from fedharmony.engine.checkpoint import write_file
+    from fedharmony.experiments.folder import RunFolder, make_folder
+    from fedharmony.experiments.preview import preview
+    from fedharmony.experiments.settings import load_settings
+    from fedharmony.report.split import split_picture
+
+    found = preview(load_settings(config, list(overrides or ())))
+    folder = out or Path("runs") / f"{Path(config).stem}-split"
+    make_folder(folder)
+    found.partition.save(folder / "partition.json")
+    RunFolder(folder).write_json("split_report.json", found.report.as_dict())
+    picture = split_picture(found.labels, found.partition, found.classes)
+    write_file(folder / "split.svg", picture.encode())
+    console = Console()
+    console.print(split_table(found.report))
+    console.print(f"Written: {folder}", soft_wrap=True)
+
+
+def split_table(report: SplitReport) -> Table:
+    """A split in a few lines."""
+    table = Table(box=None, pad_edge=False, show_header=False)
+    median = f"{report.size_median:,.0f}"
+    rows = {
+        "clients": f"{report.clients:,}",
+        "images": f"{report.images:,}",
+        "images per client": f"{report.size_min:,} to {report.size_max:,}, median {median}",
+        "labels per client": f"mean {report.labels_seen_mean:.1f}, least {report.labels_seen_min}",
+        "label skew (Jensen–Shannon)": _number(report.jensen_shannon),
+        "correlation drift": _number(report.correlation_drift),
+        "  of a random split of the same sizes": _number(report.correlation_drift_iid),
+        "(client, label) pairs without a positive": f"{report.absent_pairs:,}",
+        "SHA-256": report.sha256,
+    }
+    for name, value in rows.items():
+        table.add_row(name, value)
+    return table
+
+
+def _number(value: float | None) -> str:
+    return "–" if value is None else f"{value:.3f}"
+
+
+@models_app.command()
+def fetch(
+    name: Annotated[
+        str, typer.Argument(help="Model of the Hugging Face hub; without an owner it is timm's.")
+    ],
+) -> None:
+    """Bring the weights of a model into the local cache, on a machine with network.
+
+    Example: `fedharmony models fetch vit_base_patch16_224.augreg_in21k_ft_in1k`
+    """
+    from fedharmony.models.hub import fetch as bring
+
+    typer.echo(bring(name))

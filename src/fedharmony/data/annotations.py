@@ -1,0 +1,278 @@
+"""Loaders of image files: annotations first, pixels second.
+
+Splits and reports need labels only, and a wrong path should be told before an hour of decoding. A
+:class:`FileSource` therefore reads annotations without touching an image; decoding, caching,
+leaving out unreadable images and checking against the publisher's figures are the same for all.
+"""
+
+from __future__ import annotations
+
+import typing
+from abc import abstractmethod
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass
+
+import numpy as np
+import numpy.typing as npt
+from annotated_types import Ge
+
+from fedharmony.data.base import DataSet, LabelledImages, Source, cache_folder
+from fedharmony.data.cache import Resize, ResizeMode, Unreadable, decode, decoded
+from fedharmony.data.files import ImageFiles, Tree, TreeImages, in_bytes, open_tree
+from fedharmony.errors import DataError
+from fedharmony.types import Labels
+
+#: Images that a check decodes, of each part.
+SAMPLE = 16
+#: How many missing files, or entries of a folder, a message names.
+NAMED = 5
+
+
+@dataclass(frozen=True, eq=False)
+class Annotated:
+    """Image files and all that is known of them; the row of a file is its index.
+
+    Attributes:
+        files: The N image files.
+        labels: uint8 ``(N, C)``, 1 where the class is present.
+        ids: One name per image.
+        users: ``(N,)``, the natural owner of every image, or None when there are none.
+        known: bool ``(N, C)``, False where a label is unknown; None means that all are known.
+    """
+
+    files: ImageFiles
+    labels: Labels
+    ids: tuple[str, ...]
+    users: npt.NDArray[typing.Any] | None = None
+    known: npt.NDArray[np.bool_] | None = None
+
+    def __post_init__(self) -> None:
+        """Refuse parts that do not fit together."""
+        lengths = {"files": len(self.files), "labels": len(self.labels), "ids": len(self.ids)}
+        lengths |= {
+            part: len(rows)
+            for part, rows in (("users", self.users), ("known", self.known))
+            if rows is not None
+        }
+        if len(set(lengths.values())) > 1:
+            counts = ", ".join(f"{count} {part}" for part, count in lengths.items())
+            raise DataError(f"The parts of a data set do not match: {counts}. Correct the loader.")
+
+    def __len__(self) -> int:
+        """The number of images N."""
+        return len(self.labels)
+
+
+@dataclass(frozen=True)
+class CheckLine:
+    """One figure of a check."""
+
+    what: str
+    expected: int
+    found: int
+
+    @property
+    def ok(self) -> bool:
+        """Whether what was found is what was expected."""
+        return self.expected == self.found
+
+
+@dataclass(frozen=True)
+class Check:
+    """The outcome of :meth:`FileSource.check`.
+
+    Attributes:
+        lines: Figures, expected and found.
+        advice: What to do next, in full sentences.
+    """
+
+    lines: tuple[CheckLine, ...]
+    advice: str
+
+    @property
+    def ok(self) -> bool:
+        """Whether every figure is as expected."""
+        return all(line.ok for line in self.lines)
+
+
+class FileSource(Source):
+    """A loader of the user's own copy of a data set.
+
+    A subclass writes :meth:`annotations` and :meth:`obtain`, and where the publisher gives figures
+    :meth:`official_counts`.
+    """
+
+    @dataclass(frozen=True)
+    class Config(Source.Config):
+        """Settings of all loaders of image files.
+
+        Attributes:
+            path: The folder or archive with the data.
+            image_size: Side of the square that every image becomes.
+            resize: ``"stretch"`` resizes both sides, ``"crop"`` the shorter side and cuts the
+                middle out, ``"pad"`` the longer side and adds black bars.
+            unreadable: ``"error"`` stops at missing or damaged images, ``"skip"`` leaves them out.
+        """
+
+        path: str = ""
+        image_size: typing.Annotated[int, Ge(1)] = 224
+        resize: ResizeMode = "stretch"
+        unreadable: Unreadable = "error"
+
+    config: Config
+
+    @abstractmethod
+    def annotations(self) -> tuple[tuple[str, ...], Annotated, Annotated]:
+        """Class names, training part and test part; reads no image.
+
+        Raises:
+            DataError: Something is missing or damaged; see :meth:`tree` and :meth:`require`.
+        """
+
+    @abstractmethod
+    def obtain(self) -> str:
+        """Which official archives to get, from what page, and where to put them: full sentences."""
+
+    def official_counts(self) -> Mapping[str, int]:
+        """The publisher's figures under the names of :meth:`found_counts`; none by default."""
+        return {}
+
+    def found_counts(
+        self, classes: tuple[str, ...], train: Annotated, test: Annotated
+    ) -> dict[str, int]:
+        """Figures of the data that are there; a subclass may add its own.
+
+        "classes"; "training images" and "test images"; "unlabelled training images" and
+        "unlabelled test images"; "training images with CLASS", "test images with CLASS" and "images
+        with CLASS" for both together; where there are users, "training users" and "test users".
+        """
+        counts = {"classes": len(classes)}
+        for part, data in (("training", train), ("test", test)):
+            counts[f"{part} images"] = len(data)
+            counts[f"unlabelled {part} images"] = int((~data.labels.any(1)).sum())
+            if data.users is not None:
+                counts[f"{part} users"] = len(np.unique(data.users))
+            positives = data.labels.sum(0, dtype=np.int64).tolist()
+            for name, count in zip(classes, positives, strict=True):
+                counts[f"{part} images with {name}"] = count
+                both = f"images with {name}"
+                counts[both] = counts.get(both, 0) + count
+        return counts
+
+    def tree(self) -> Tree:
+        """The files at ``path``.
+
+        Raises:
+            DataError: ``path`` is not set, or there is nothing that can be read.
+        """
+        if not self.config.path:
+            raise DataError(
+                f"Where are the images of data set {self.name!r}? Set data.path to the folder or "
+                f"archive that holds them. {self.obtain()}"
+            )
+        try:
+            return open_tree(self.config.path)
+        except DataError as error:
+            raise DataError(f"Data set {self.name!r}: {error} {self.obtain()}") from error
+
+    def require(self, tree: Tree, *names: str) -> None:
+        """Refuse a tree that lacks any of the files or folders ``names``."""
+        absent = [name for name in names if not tree.has(name)]
+        if absent:
+            top = tree.list()
+            holds = _some(top) if top else "nothing"
+            raise DataError(
+                f"Data set {self.name!r} lacks {_some(absent)}. Searched: {tree.where}, with "
+                f"{holds} at the top. {self.obtain()}"
+            )
+
+    def load(self, progress: Callable[[int, int], None] | None = None) -> DataSet:
+        """Read the annotations, and decode the images or take them from the cache.
+
+        Args:
+            progress: Called with the number of images decoded and to be decoded, for the training
+                part and then for the test part; not at all for cached images.
+        """
+        classes, train, test = self.annotations()
+        for part, data in (("training", train), ("test", test)):
+            self._refuse_missing(part, data)
+        return DataSet(
+            self.name, classes, self._images(train, progress), self._images(test, progress)
+        )
+
+    def _refuse_missing(self, part: str, data: Annotated) -> None:
+        """Tell about missing images before the others are decoded."""
+        absent = _missing(data.files)
+        if absent and self.config.unreadable == "error":
+            names = _some([data.files.name(i) for i in absent])
+            raise DataError(
+                f"Data set {self.name!r} lacks {len(absent):,} of {len(data):,} {part} images: "
+                f'{names}. {self.obtain()} Or set data.unreadable = "skip" to leave them out.'
+            )
+
+    def _images(
+        self, data: Annotated, progress: Callable[[int, int], None] | None
+    ) -> LabelledImages:
+        resize = Resize(self.config.image_size, self.config.resize)
+        result = decoded(data.files, resize, unreadable=self.config.unreadable, progress=progress)
+        kept = result.kept
+        return LabelledImages(
+            images=result.images,
+            labels=data.labels[kept],
+            ids=tuple(data.ids[i] for i in kept),
+            users=None if data.users is None else data.users[kept],
+            known=None if data.known is None else data.known[kept],
+        )
+
+    def check(self) -> Check:
+        """Compare the data with the publisher's figures, and try some of the images.
+
+        Raises:
+            DataError: The annotations cannot be read.
+        """
+        classes, train, test = self.annotations()
+        found = self.found_counts(classes, train, test)
+        lines = [
+            CheckLine(what, expected, found[what])
+            for what, expected in self.official_counts().items()
+        ]
+        for part, data in (("training", train), ("test", test)):
+            there = len(data) - len(_missing(data.files))
+            lines.append(CheckLine(f"{part} image files", len(data), there))
+            sample = _sample(len(data))
+            readable = sum(_readable(data.files, i) for i in sample)
+            lines.append(CheckLine(f"sampled {part} images that decode", len(sample), readable))
+        return Check(tuple(lines), self._advice(lines, len(train) + len(test)))
+
+    def _advice(self, lines: list[CheckLine], count: int) -> str:
+        if not all(line.ok for line in lines):
+            return f"The data are not complete, or not the official ones. {self.obtain()}"
+        side = self.config.image_size
+        size = in_bytes(Resize(side).nbytes(count))
+        return (
+            f"The data are ready. The first run decodes the images to {side} × {side} pixels; "
+            f"that takes {size} in {cache_folder()}."
+        )
+
+
+def _missing(files: ImageFiles) -> list[int]:
+    """Missing files, where asking is cheap."""
+    return files.missing() if isinstance(files, TreeImages) else []
+
+
+def _readable(files: ImageFiles, i: int) -> bool:
+    try:
+        decode(files.read(i), Resize(1))
+    except Exception:  # as in decoding: damaged files make Pillow raise almost anything
+        return False
+    return True
+
+
+def _sample(count: int) -> list[int]:
+    """At most :data:`SAMPLE` indices, from the first to the last."""
+    return [round(i) for i in np.linspace(0, count - 1, min(count, SAMPLE))]
+
+
+def _some(names: list[str]) -> str:
+    more = f" and {len(names) - NAMED:,} more" if len(names) > NAMED else ""
+    return ", ".join(names[:NAMED]) + more

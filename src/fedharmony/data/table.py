@@ -1,0 +1,593 @@
+"""Images of your own, listed with their labels in a CSV or Parquet table.
+
+A table has one row per image and a column with the image's path below the folder of the data.
+Labels are written in one of two ways::
+
+    image,labels,user,split                image,cat,dog,tree
+    a/1.jpg,cat|tree,anna,train            a/1.jpg,1,0,1
+    a/2.jpg,|,anna,train                   a/2.jpg,0,0,0
+    b/3.jpg,,bert,test                     b/3.jpg,,,1
+
+On the left (``format = "joined"``) the names stand in one column, with ``|`` between them; ``|``
+alone means that the image has none of the labels. On the right (``format = "columns"``) each class
+has a column of zeros and ones. An empty cell means unknown: such labels count neither in training
+nor in a metric. In Parquet, missing values are empty cells, and lists of names are joined names.
+
+A column ``user`` (or ``client``) gives the natural clients, a column ``split`` the test images. The
+test images may also stand in a table of their own; else some are held out at random. A column that
+has no known meaning is refused, because it may be a misspelt one; ``ignore`` names those to pass
+over.
+"""
+
+from __future__ import annotations
+
+import csv
+import importlib
+import io
+from array import array
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Annotated as Limited
+from typing import Any, BinaryIO, Literal, NamedTuple, Protocol
+
+import numpy as np
+from annotated_types import Ge, Gt, Lt
+
+from fedharmony.data.annotations import Annotated, FileSource
+from fedharmony.data.base import datasets
+from fedharmony.data.files import Tree, open_tree
+from fedharmony.errors import ConfigError, DataError, nearest
+from fedharmony.rng import numpy_rng
+from fedharmony.types import Index, Labels
+
+#: Endings of tables.
+TABLES = (".csv", ".parquet")
+SEPARATOR = "|"
+#: Columns that are understood without being named in the settings.
+USER_COLUMNS = ("user", "client")
+SPLIT_COLUMNS = ("split", "partition")
+#: The usual words of a split column and what they mean; rows that the settings call neither
+#: training nor test images are left out.
+SPLITS = {"train": "train", "val": "val", "dev": "val", "test": "test"}
+
+UNKNOWN = 2
+#: What a cell of a label column means. Spreadsheets and data frames write numbers and truth values
+#: in several ways.
+CELLS = {
+    **dict.fromkeys(("0", "0.0", "false", "False", "FALSE"), 0),
+    **dict.fromkeys(("1", "1.0", "true", "True", "TRUE"), 1),
+    "": UNKNOWN,
+}
+
+
+@datasets.register("table")
+class Table(FileSource):
+    """Images of your own, listed in a CSV or Parquet table with labels, users and split."""
+
+    @dataclass(frozen=True)
+    class Config(FileSource.Config):
+        """Where the table is, and what its columns mean.
+
+        Attributes:
+            table: The table's name in the folder ``path``; empty for the only one there.
+            test_table: A second table, of the test images.
+            format: "joined" for names in one column, "columns" for a column of 0 and 1 per class.
+            image: The column with the image's path below ``path``.
+            labels: With "joined", the column with the names.
+            user: The column with the image's owner; empty for "user" or "client" if there is one.
+            split: The column that tells training from test images; empty for "split" or
+                "partition" if there is one.
+            classes: The classes in label order. Empty for all names, sorted, or with "columns" for
+                all columns that mean nothing else, in their order.
+            ignore: Columns to pass over.
+            train_split: The word for training images in the split column.
+            test_split: The word for test images there.
+            test_fraction: The share of images held out for testing where neither a split column nor
+                a second table says which.
+            seed: Seed of that choice.
+        """
+
+        table: str = ""
+        test_table: str = ""
+        format: Literal["joined", "columns"] = "joined"
+        image: str = "image"
+        labels: str = "labels"
+        user: str = ""
+        split: str = ""
+        classes: tuple[str, ...] = ()
+        ignore: tuple[str, ...] = ()
+        train_split: str = "train"
+        test_split: str = "test"
+        test_fraction: Limited[float, Gt(0), Lt(1)] = 0.2
+        seed: Limited[int, Ge(0)] = 0
+
+        def __post_init__(self) -> None:
+            """Refuse settings that contradict each other."""
+            if _split(self.train_split) == _split(self.test_split):
+                raise ConfigError(
+                    f"train_split {self.train_split!r} and test_split {self.test_split!r} mean the "
+                    "same; test images must not be trained on."
+                )
+            if twice := _repeated(self.classes):
+                raise ConfigError(f"classes names {twice[0]!r} twice.")
+
+    config: Config
+
+    def tree(self) -> Tree:
+        """The files at ``path``; unlike in published data sets, no folder name is special."""
+        super().tree()  # refuses a path that is not there
+        return open_tree(self.config.path, drop=())
+
+    def annotations(self) -> tuple[tuple[str, ...], Annotated, Annotated]:
+        """The classes, and the rows of the table as training and test part."""
+        tree, config = self.tree(), self.config
+        labels: LabelCells = (
+            JoinedCells(config.labels, config.classes)
+            if config.format == "joined"
+            else ColumnCells(config.classes)
+        )
+        places: dict[str, str] = {}
+        main, *second = [self._read(tree, name, labels, places) for name in self._tables(tree)]
+        classes, values = labels.finish()
+        if second:
+            count = len(main.images)
+            train = main.part(tree, np.arange(count), values[:count])
+            test = second[0].part(tree, np.arange(len(second[0].images)), values[count:])
+        else:
+            train, test = (main.part(tree, rows, values[rows]) for rows in self._divide(main))
+        return classes, train, test
+
+    def obtain(self) -> str:
+        """What to prepare, and where it goes."""
+        return (
+            f"The folder or archive that `path` names must hold a table ({' or '.join(TABLES)}) "
+            "and the images that it lists, under paths relative to that folder."
+        )
+
+    def _tables(self, tree: Tree) -> list[str]:
+        """The names of the table and, where there is one, of the test images' table."""
+        name, test = self.config.table, self.config.test_table
+        if not name:
+            found = [file for file in tree.list() if _is_table(file) and file != test]
+            if len(found) != 1:
+                listed = f" ({', '.join(found[:5])})" if found else ""
+                raise DataError(
+                    f"There is not one table in {tree.where} but {len(found)}{listed}. Set "
+                    f"data.table to the name of yours. {self.obtain()}"
+                )
+            name = found[0]
+        names = [name, test] if test else [name]
+        self.require(tree, *names)
+        for wrong in (file for file in names if not _is_table(file)):
+            raise DataError(f"{tree.locate(wrong)} is not a table ({' or '.join(TABLES)}).")
+        if name == test:
+            raise DataError(
+                f"data.table and data.test_table are both {name!r}. Test images must not be "
+                "trained on; name two tables."
+            )
+        return names
+
+    def _read(self, tree: Tree, name: str, labels: LabelCells, places: dict[str, str]) -> Listing:
+        """The rows of a table; labels are added to ``labels``, images to ``places``."""
+        where = tree.locate(name)
+        rows = _rows(tree, name)
+        header = next(rows, None)
+        if header is None:
+            raise DataError(f"{where} is empty. {self.obtain()}")
+        layout = self._layout(header.cells, labels, where)
+        listing = Listing(
+            where,
+            users=None if layout.user is None else [],
+            splits=None if layout.split is None else [],
+        )
+        for row in rows:
+            try:
+                self._take(row, layout, listing, labels, places)
+            except RowError as problem:
+                raise DataError(f"{row.place}: {problem} Correct the table.") from None
+        if not listing.images:
+            raise DataError(f"{where} has a header but lists no image. {self.obtain()}")
+        return listing
+
+    def _take(
+        self,
+        row: Row,
+        layout: Layout,
+        listing: Listing,
+        labels: LabelCells,
+        places: dict[str, str],
+    ) -> None:
+        """Add one row to the listing, to the labels and to the places of all images."""
+        place, cells = row
+        if len(cells) != layout.width:
+            raise RowError(f"there are {len(cells)} cells below {layout.width} columns.")
+        image = _image_name(cells[layout.image])
+        if image in places:
+            raise RowError(f"image {image!r} is listed already in {places[image]}.")
+        places[image] = place
+        listing.images.append(image)
+        if layout.user is not None and listing.users is not None:
+            if not cells[layout.user]:
+                raise RowError("the user is missing.")
+            listing.users.append(cells[layout.user])
+        if layout.split is not None and listing.splits is not None:
+            listing.splits.append(self._split_word(cells[layout.split]))
+        labels.add([cells[column] for column in layout.labels])
+
+    def _layout(self, header: list[str], labels: LabelCells, where: str) -> Layout:
+        """Where in a row everything stands."""
+        config = self.config
+        columns = {name: i for i, name in enumerate(header) if name not in config.ignore}
+        if twice := [name for name in _repeated(header) if name in columns]:
+            raise DataError(f"{where} has two columns {twice[0]!r}. Rename or remove one.")
+        if "" in columns:
+            raise DataError(
+                f"{where}, column {columns[''] + 1} has no name. Name or remove it; pandas leaves "
+                "out the row numbers with index=False."
+            )
+
+        def place(name: str, setting: str) -> int:
+            if name not in columns:
+                other = ' Or set data.format = "columns", if every class has a column of its own.'
+                raise DataError(
+                    f"{where} has no column {name!r}, which data.{setting} asks for. "
+                    f"{nearest(name, columns)}{other if setting == 'labels' else ''}"
+                )
+            return columns[name]
+
+        def place_if_any(name: str, setting: str, usual: Sequence[str]) -> int | None:
+            found = [name] if name else [column for column in usual if column in columns]
+            if len(found) > 1:
+                raise DataError(
+                    f"{where} has columns {' and '.join(found)}. Set data.{setting} to one of them "
+                    "and name the other in data.ignore."
+                )
+            return place(found[0], setting) if found else None
+
+        image = place(config.image, "image")
+        user = place_if_any(config.user, "user", USER_COLUMNS)
+        split = place_if_any(config.split, "split", SPLIT_COLUMNS)
+        if split is not None and config.test_table:
+            raise DataError(
+                f"{where} has the split column {header[split]!r}, but data.test_table names the "
+                "test images. Name the column in data.ignore, or remove data.test_table."
+            )
+        free = [name for name, i in columns.items() if i not in (image, user, split)]
+        wanted = labels.columns(free)
+        if not wanted:
+            raise DataError(f"{where} has no label column. Add a column of 0 and 1 per class.")
+        labelled = tuple(place(name, labels.setting) for name in wanted)
+        roles = [column for column in (image, user, split, *labelled) if column is not None]
+        if twice := [column for column in roles if roles.count(column) > 1]:
+            raise DataError(
+                f"The settings give the column {header[twice[0]]!r} of {where} two meanings. Look "
+                f"at data.image, data.user, data.split and data.{labels.setting}."
+            )
+        if unknown := [name for name in free if name not in wanted]:
+            raise DataError(
+                f"{where} has the column {unknown[0]!r}, and no setting says what it is. Name it "
+                f"in data.ignore, or in data.user, data.split or data.{labels.setting}."
+            )
+        return Layout(len(header), image, user, split, labelled)
+
+    def _split_word(self, cell: str) -> str:
+        own = (self.config.train_split, self.config.test_split)
+        if cell not in SPLITS and cell not in own:
+            raise RowError(f"there is no split {cell!r}. {nearest(cell, {*SPLITS, *own})}")
+        return _split(cell)
+
+    def _divide(self, listing: Listing) -> tuple[Index, Index]:
+        """The rows of training and of test images in a single table."""
+        if listing.splits is None:
+            return held_out(listing.images, self.config.test_fraction, self.config.seed)
+        words = np.array(listing.splits)
+        train, test = (
+            np.flatnonzero(words == _split(word))
+            for word in (self.config.train_split, self.config.test_split)
+        )
+        for rows, setting in ((train, "train_split"), (test, "test_split")):
+            if not len(rows):
+                word = getattr(self.config, setting)
+                raise DataError(
+                    f"{listing.where} has no image of split {word!r}. Mark some so, set "
+                    f"data.{setting} to another word, or name the split column in data.ignore to "
+                    "have test images held out at random."
+                )
+        return train, test
+
+
+def held_out(images: Sequence[str], fraction: float, seed: int) -> tuple[Index, Index]:
+    """Rows to train on and round(fraction · N) rows to test on, at least one of each.
+
+    The choice depends on the names, not on their order.
+
+    >>> train, test = held_out(["d", "a", "c", "b"], 0.5, seed=0)
+    >>> again = held_out(["a", "b", "c", "d"], 0.5, seed=0)
+    >>> [sorted("dacb"[i] for i in test), ["abcd"[i] for i in again[1]]]
+    [['b', 'c'], ['b', 'c']]
+    """
+    count = len(images)
+    if count < 2:
+        raise DataError(
+            "The table lists a single image, so none can be held out for testing. Add images, or a "
+            "table of test images (data.test_table)."
+        )
+    by_name = np.array(sorted(range(count), key=images.__getitem__), np.int64)
+    drawn = by_name[numpy_rng(seed, "held-out test images").permutation(count)]
+    size = min(max(round(fraction * count), 1), count - 1)
+    return np.sort(drawn[size:]), np.sort(drawn[:size])
+
+
+class RowError(ValueError):
+    """What is wrong with one row; whoever knows its place adds that."""
+
+
+class Row(NamedTuple):
+    """The cells of a row, without surrounding blanks, and where it stands."""
+
+    place: str
+    cells: list[str]
+
+
+class Layout(NamedTuple):
+    """How many cells a row has, and which of them is what."""
+
+    width: int
+    image: int
+    user: int | None
+    split: int | None
+    labels: tuple[int, ...]
+
+
+@dataclass
+class Listing:
+    """The rows of one table besides their labels; users and splits where it has such a column."""
+
+    where: str
+    users: list[str] | None
+    splits: list[str] | None
+    images: list[str] = field(default_factory=list)
+
+    def part(self, tree: Tree, rows: Index, values: Labels) -> Annotated:
+        """Some rows, whose labels and unknown labels are ``values``; these become the labels."""
+        images = [self.images[i] for i in rows]
+        known = None
+        if values.max() == UNKNOWN:
+            known = values != UNKNOWN
+            values *= known  # in place: the matrix may be large
+        return Annotated(
+            files=tree.images(images),
+            labels=values,
+            ids=tuple(images),
+            users=None if self.users is None else np.array([self.users[i] for i in rows]),
+            known=known,
+        )
+
+
+# Labels -------------------------------------------------------------------------------------------
+
+
+class LabelCells(Protocol):
+    """One way to write labels: takes the cells of row after row, and makes a matrix of them."""
+
+    @property
+    def setting(self) -> str:
+        """The setting that names its columns."""
+        ...
+
+    def columns(self, free: Sequence[str]) -> Sequence[str]:
+        """The columns with labels, given those of a table that mean nothing else."""
+        ...
+
+    def add(self, cells: list[str]) -> None:
+        """Take a row's cells under those columns; :class:`RowError` when they make no sense."""
+        ...
+
+    def finish(self) -> tuple[tuple[str, ...], Labels]:
+        """The classes, and ``(N, C)`` with 1 where a class is present and UNKNOWN where unknown."""
+        ...
+
+
+class JoinedCells:
+    """Names in one cell, joined by ``|``; all names become classes where none are given.
+
+    >>> cells = JoinedCells("labels")
+    >>> for cell in ("tree|cat", "|", ""):
+    ...     cells.add([cell])
+    >>> classes, values = cells.finish()
+    >>> classes, values.tolist()
+    (('cat', 'tree'), [[1, 1], [0, 0], [2, 2]])
+    """
+
+    setting = "labels"
+
+    def __init__(self, column: str, classes: Sequence[str] = ()) -> None:
+        self._column = column
+        self._fixed = bool(classes)
+        self._codes = {name: code for code, name in enumerate(classes)}
+        self._count = 0
+        self._rows, self._columns, self._unknown = array("q"), array("q"), array("q")
+
+    def columns(self, free: Sequence[str]) -> Sequence[str]:
+        """See :meth:`LabelCells.columns`."""
+        return (self._column,)
+
+    def add(self, cells: list[str]) -> None:
+        """See :meth:`LabelCells.add`."""
+        (cell,) = cells
+        if not cell:
+            self._unknown.append(self._count)
+        elif cell != SEPARATOR:
+            for name in cell.split(SEPARATOR):
+                self._rows.append(self._count)
+                self._columns.append(self._code(name.strip(), cell))
+        self._count += 1
+
+    def _code(self, name: str, cell: str) -> int:
+        code = self._codes.get(name)
+        if code is None:
+            if not name:
+                raise RowError(f"column {self._column!r} holds {cell!r}, which lacks a name.")
+            if self._fixed:
+                raise RowError(
+                    f"column {self._column!r} holds {cell!r}, and data.classes has no {name!r}. "
+                    f"{nearest(name, self._codes)}"
+                )
+            code = self._codes[name] = len(self._codes)
+        return code
+
+    def finish(self) -> tuple[tuple[str, ...], Labels]:
+        """See :meth:`LabelCells.finish`."""
+        if not self._codes:
+            raise DataError(
+                f"The column {self._column!r} names no label at all. Write names into it, with "
+                f"{SEPARATOR} between them."
+            )
+        classes = tuple(self._codes) if self._fixed else tuple(sorted(self._codes))
+        place = np.empty(len(classes), np.int64)
+        place[[self._codes[name] for name in classes]] = np.arange(len(classes))
+        values = np.zeros((self._count, len(classes)), np.uint8)
+        values[self._rows, place[self._columns]] = 1
+        values[self._unknown] = UNKNOWN
+        return classes, values
+
+
+class ColumnCells:
+    """One cell per class: 0, 1 or empty; all free columns are classes where none are given.
+
+    >>> cells = ColumnCells()
+    >>> cells.columns(["cat", "tree"])
+    ('cat', 'tree')
+    >>> cells.add(["1", ""])
+    >>> cells.add(["0.0", "True"])
+    >>> cells.finish()[1].tolist()
+    [[1, 2], [0, 1]]
+    """
+
+    setting = "classes"
+
+    def __init__(self, classes: Sequence[str] = ()) -> None:
+        self._classes = tuple(classes)
+        self._values = bytearray()
+
+    def columns(self, free: Sequence[str]) -> Sequence[str]:
+        """See :meth:`LabelCells.columns`; a second table must have the columns of the first."""
+        if not self._classes:
+            self._classes = tuple(free)
+        return self._classes
+
+    def add(self, cells: list[str]) -> None:
+        """See :meth:`LabelCells.add`."""
+        try:
+            self._values += bytes(map(CELLS.__getitem__, cells))
+        except KeyError:
+            at = next(i for i, cell in enumerate(cells) if cell not in CELLS)
+            name = self._classes[at]
+            raise RowError(
+                f"column {name!r} holds {cells[at]!r}, which is not 0, 1 or empty; if {name!r} is "
+                "not a class, name it in data.ignore."
+            ) from None
+
+    def finish(self) -> tuple[tuple[str, ...], Labels]:
+        """See :meth:`LabelCells.finish`."""
+        values = np.frombuffer(self._values, np.uint8)
+        return self._classes, values.reshape(-1, len(self._classes))
+
+
+# Reading ------------------------------------------------------------------------------------------
+
+
+def _rows(tree: Tree, name: str) -> Iterator[Row]:
+    """The header of a table and then its rows."""
+    read = _csv_rows if name.lower().endswith(".csv") else _parquet_rows
+    return read(tree.read(name), tree.locate(name))
+
+
+def _csv_rows(data: bytes, where: str) -> Iterator[Row]:
+    try:
+        text = data.decode("utf-8-sig")
+    except UnicodeDecodeError as error:
+        line = data.count(b"\n", 0, error.start) + 1
+        raise DataError(
+            f"{where}, line {line} is not UTF-8 text. Save the table as CSV in UTF-8."
+        ) from None
+    # Only quotes may span lines, and a row is where it ends.
+    reader = csv.reader(io.StringIO(text, newline=""), strict=True)
+    try:
+        for cells in reader:
+            if cells:
+                yield Row(f"{where}, line {reader.line_num}", [cell.strip() for cell in cells])
+    except csv.Error as error:
+        raise DataError(f"{where}, line {reader.line_num}: {error}. Correct the table.") from None
+
+
+def _parquet_rows(data: bytes, where: str) -> Iterator[Row]:
+    with open_parquet(io.BytesIO(data), where) as file:
+        yield Row(where, list(file.schema_arrow.names))
+        number = 0
+        for batch in file.iter_batches():
+            columns = [column.to_pylist() for column in batch.columns]
+            for cells in zip(*columns, strict=True):
+                number += 1
+                yield Row(f"{where}, row {number}", [_text(cell) for cell in cells])
+
+
+def _text(cell: object) -> str:
+    """A Parquet cell as a CSV file would hold it; missing values, NaN too, are empty.
+
+    >>> _text(None), _text(1.0), _text(["cat", "tree"]), _text([])
+    ('', '1.0', 'cat|tree', '|')
+    """
+    if isinstance(cell, list):
+        return SEPARATOR.join(map(_text, cell)) if cell else SEPARATOR
+    if isinstance(cell, bytes):  # text, written by programs that do not mark it so
+        return cell.decode(errors="replace").strip()
+    return "" if cell is None or cell != cell else str(cell).strip()
+
+
+@contextmanager
+def open_parquet(source: Path | BinaryIO, where: object) -> Iterator[Any]:
+    """A ``pyarrow.parquet.ParquetFile``; trouble with it in the block is a :class:`DataError`."""
+    pyarrow = optional_module("pyarrow", where)
+    parquet = optional_module("pyarrow.parquet", where)
+    try:
+        with parquet.ParquetFile(source) as file:
+            yield file
+    except (OSError, pyarrow.ArrowException) as error:
+        raise DataError(
+            f"{where} is not a Parquet file, or is damaged: {error}. Get the file again."
+        ) from error
+
+
+def optional_module(name: str, where: object) -> Any:
+    """A module that need not be installed; ``where`` is the file it is to read."""
+    try:
+        return importlib.import_module(name)
+    except ImportError as error:
+        package = name.partition(".")[0]
+        raise DataError(
+            f"Reading {where} needs the package {package}, which is not installed. Run: "
+            'pip install "fedharmony[flair]"'
+        ) from error
+
+
+def _is_table(name: str) -> bool:
+    return name.lower().endswith(TABLES)
+
+
+def _split(word: str) -> str:
+    return SPLITS.get(word, word)
+
+
+def _repeated(names: Sequence[str]) -> list[str]:
+    return [name for i, name in enumerate(names) if name in names[:i]]
+
+
+def _image_name(cell: str) -> str:
+    """The plain form of an image's path, so that one image has one name."""
+    parts = [part for part in cell.split("/") if part not in ("", ".")]
+    if cell.startswith("/") or ".." in parts or not parts:
+        raise RowError(f"the image {cell!r} is not a path below the folder of the data.")
+    return "/".join(parts)

@@ -1,0 +1,45 @@
+"""A split without a run: who would hold what. Labels are read, images are not."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+from fedharmony.data.annotations import FileSource
+from fedharmony.data.base import datasets
+from fedharmony.experiments.run import draw_partition
+from fedharmony.experiments.settings import Settings
+from fedharmony.partition.base import Partition
+from fedharmony.partition.report import SplitReport, split_report
+from fedharmony.types import Labels
+
+
+@dataclass(frozen=True, eq=False)
+class Preview:
+    """A split and what it does to the labels.
+
+    Attributes:
+        classes: label names.
+        labels: (N, C) of the training images.
+        partition: who holds which image.
+        report: the realised skew.
+    """
+
+    classes: tuple[str, ...]
+    labels: Labels
+    partition: Partition
+    report: SplitReport
+
+
+def preview(settings: Settings) -> Preview:
+    """The split that a run with these settings would use."""
+    source = datasets[settings.data.common.name](settings.data.own)
+    if isinstance(source, FileSource):
+        classes, train, _ = source.annotations()
+        labels, users = train.labels, train.users
+    else:
+        data = source.load()
+        classes, labels, users = data.classes, data.train.labels, data.train.users
+    partition = draw_partition(settings, labels, users)
+    return Preview(
+        classes, labels, partition, split_report(labels, partition, settings.split.common.seed)
+    )
