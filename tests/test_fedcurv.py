@@ -22,7 +22,7 @@ from fedharmony.engine import cohort as engine
 from fedharmony.engine.cohort import Cohort
 from fedharmony.engine.federation import Event, FederationSettings
 from fedharmony.engine.optimise import TrainSettings
-from fedharmony.errors import ConfigError
+from fedharmony.errors import CheckpointError, ConfigError
 from fedharmony.experiments import run
 from fedharmony.experiments.folder import RunFolder
 from fedharmony.experiments.settings import built_in_configs, load_settings
@@ -36,7 +36,7 @@ from fedharmony.models.vit import ViT
 from fedharmony.rng import numpy_rng
 from fedharmony.transport.inprocess import InProcess
 from fedharmony.types import BUFFERS, PARAMS, Failure, Index, Record, Reply, Tensors
-from toy import CLASSES, Pixels, Toy, same_bits, split, toy_data
+from toy import CLASSES, Pixels, Toy, largest_difference, same_bits, split, toy_data
 
 TASK = Task(classes=1, clients=3, rounds=9, batch_size=4, epochs=1, seed=0, width=1, lr=0.01)
 LN3 = math.log(3.0)  # σ(ln 3) = 3/4
@@ -974,3 +974,46 @@ def test_the_settings_file_lists_every_default() -> None:
     assert build(FedCurv.Config, listed, "methods.fedcurv") == FedCurv.Config()
     assert listed.keys() == FedCurv.Config.__dataclass_fields__.keys()
     assert {n: tuple(v) for n, v in tree["tune"]["fedcurv"].items()} == FedCurv.search
+
+
+# -- in the engine --------------------------------------------------------------------------------
+
+
+def test_gradients_stay_within_their_room(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Room for three images' gradients: steps of at most three, whatever the sweep's batch."""
+    toy = Toy("fedcurv", rounds=1)
+    room = 3 * 4 * toy.model.num_parameters
+    monkeypatch.setitem(engine.GRADIENT_BYTES, "cpu", room)
+    seen: list[int] = []
+    compute = toy.trainer._gradients
+
+    def watched(*args: Any) -> dict[str, Tensor]:
+        found = compute(*args)
+        seen.append(sum(t.nbytes for t in found.values()))
+        return found
+
+    monkeypatch.setattr(toy.trainer, "_gradients", watched)
+    tight, _ = toy.run()
+    assert max(seen) <= room
+    monkeypatch.undo()
+    wide, _ = Toy("fedcurv", rounds=1).run()
+    assert largest_difference(tight, wide) < 1e-6
+
+
+def test_a_damaged_memory_stops_the_run_instead_of_costing_a_client(tmp_path: Path) -> None:
+    state, _ = Toy("fedcurv", rounds=1, memory=tmp_path).run()
+    (tmp_path / "1" / "0.safetensors").write_bytes(b"")
+    fresh = Toy("fedcurv", rounds=2, memory=tmp_path)
+    with pytest.raises(CheckpointError, match="damaged"):
+        fresh.loop().run(state, 1, lambda event: None, lambda round, state: None)
+
+
+def test_a_table_too_large_is_refused_before_a_folder_is_made(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(module, "LARGEST_TABLE", 10)
+    changes = ["run.method=fedcurv", "methods.fedcurv.policy=memory", "data.train=60"]
+    settings = load_settings("demo", [*changes, "data.test=20", "split.clients=3"])
+    with pytest.raises(ConfigError, match="last_cohort"):
+        run.start(settings, RunFolder(tmp_path / "run"), lambda event: None)
+    assert not (tmp_path / "run").exists()

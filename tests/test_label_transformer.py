@@ -369,7 +369,7 @@ def lowbias32(x: int) -> int:
 
 def kept_by_hand(seed: int, place: int, position: int, rate: float) -> bool:
     """Low 16 bits of a word for an even position, high ones for the next; signed, against rate."""
-    row = lowbias32((lowbias32(seed) + place) % 2**32)
+    row = lowbias32((seed + place * 0x9E3779B1) % 2**32)
     word = lowbias32(row ^ lowbias32(position // 2))
     bits = word >> 16 * (position % 2) & 0xFFFF
     signed = bits - 2**16 if bits >= 2**15 else bits

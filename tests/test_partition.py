@@ -228,6 +228,12 @@ def test_large_concentration_divides_every_class_evenly() -> None:
         assert (abs(labels[index].sum(0).astype(int) - 25) <= 1).all()
 
 
+def test_clients_get_random_images_of_a_class() -> None:
+    config = PivotDirichlet.Config(gamma=1e6)
+    partition = PivotDirichlet(config).partition(np.ones((400, 1), np.uint8), 4, 0)
+    assert all(np.ptp(index) > 350 for index in partition.indices)
+
+
 @pytest.mark.parametrize(
     ("gamma", "pivot"),
     [(1e-6, "rarest"), (0.01, "most_frequent"), (100.0, "random")],

@@ -39,6 +39,10 @@ def test_files_are_laid_on_top_of_each_other_then_come_assignments(tmp_path: Pat
     assert settings.method_config().mu == 0.5
     assert load_settings("demo", [more, "run.rounds=9"]).run.rounds == 9  # whatever the order
     assert load_settings("demo", ["run.rounds=9", more]).run.rounds == 9
+    odd = tmp_path / "lr=0.1"
+    odd.mkdir()
+    (odd / "more.toml").write_text("[run]\nrounds = 4\n")
+    assert load_settings("demo", [str(odd / "more.toml")]).run.rounds == 4
 
 
 @pytest.mark.parametrize("name", methods.names())

@@ -170,19 +170,21 @@ def soft_correlation(
 ) -> Tensor:
     """Eq. (1) and (2) in one: scores (..., B, C) to correlation matrices (..., C, C).
 
-    The options are those of :func:`score_moments` and :func:`correlation`.
+    The options are those of :func:`score_moments` and :func:`correlation`. The result is symmetric
+    to the bit, which a matrix product alone does not promise.
 
     >>> soft_correlation(torch.tensor([[0.9, 0.2]]))  # one image tells nothing
     tensor([[0., 0.],
             [0., 0.]])
     """
-    return correlation(
+    matrix = correlation(
         score_moments(scores, row_weights),
         normaliser=normaliser,
         eps=eps,
         clamp=clamp,
         denominator_grad=denominator_grad,
     )
+    return (matrix + matrix.mT) / 2
 
 
 def second_from_correlation(

@@ -260,10 +260,10 @@ class Table(FileSource):
             raise DataError(f"{where} has no label column. Add a column of 0 and 1 per class.")
         labelled = tuple(place(name, labels.setting) for name in wanted)
         roles = [column for column in (image, user, split, *labelled) if column is not None]
-        if twice := [column for column in roles if roles.count(column) > 1]:
+        if doubled := [column for column in roles if roles.count(column) > 1]:
             raise DataError(
-                f"The settings give the column {header[twice[0]]!r} of {where} two meanings. Look "
-                f"at data.image, data.user, data.split and data.{labels.setting}."
+                f"The settings give the column {header[doubled[0]]!r} of {where} two meanings. "
+                f"Look at data.image, data.user, data.split and data.{labels.setting}."
             )
         if unknown := [name for name in free if name not in wanted]:
             raise DataError(

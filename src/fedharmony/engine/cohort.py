@@ -227,7 +227,8 @@ class Cohort:
     ) -> Tensors:
         """One pass over each client's data in stored order, with its own parameters."""
         message = StackedMessage([messages[k] for k in clients])
-        plan = plan_batches([self._seen(sweep, round, k)[None] for k in clients], self.sweep_batch)
+        size = self._sweep_room(sweep, tensors)[0]
+        plan = plan_batches([self._seen(sweep, round, k)[None] for k in clients], size)
         draws = self._sweep_draws(sweep, round, clients, plan)
         carry = stack([sweep.start(unstack(tensors, m)) for m in range(len(clients))])
         carry = {name: tensor.to(self.device) for name, tensor in carry.items()}
@@ -237,7 +238,7 @@ class Cohort:
             part = narrow(carry, width)
             for step in range(first, last):
                 index = self._index(plan, step, width, trim=True)
-                rows = slice(step * self.sweep_batch, step * self.sweep_batch + index.shape[1])
+                rows = slice(step * size, step * size + index.shape[1])
                 batch = self._batch(index, {})
                 batch = batch._replace(draws={n: t[:width, rows] for n, t in draws.items()})
                 values = self._values(sweep, params, message, groups, index, batch)
@@ -296,14 +297,20 @@ class Cohort:
     def _sweep_stacks(
         self, sweep: Sweep, clients: Sequence[int], params: Tensors
     ) -> Iterator[slice]:
-        """Parts of the stack that a sweep takes at a time: per-image gradients need room."""
-        width = len(clients)
-        if sweep.reads == "gradients":
-            numbers = sum(t[0].numel() * t.element_size() for t in params.values())
-            room = GRADIENT_BYTES.get(self.device.type, GRADIENT_BYTES["cpu"])
-            width = max(1, room // (numbers * self.sweep_batch))
+        """Parts of the stack that a sweep takes at a time."""
+        width = self._sweep_room(sweep, params)[1] or len(clients)
         for first in range(0, len(clients), width):
             yield slice(first, first + width)
+
+    def _sweep_room(self, sweep: Sweep, params: Tensors) -> tuple[int, int | None]:
+        """Images and clients per step of a sweep (none: all): per-image gradients need room."""
+        if sweep.reads != "gradients":
+            return self.sweep_batch, None
+        numbers = sum(t[0].numel() * t.element_size() for t in params.values())
+        room = GRADIENT_BYTES.get(self.device.type, GRADIENT_BYTES["cpu"])
+        rows = max(1, room // numbers)
+        batch = min(self.sweep_batch, rows)
+        return batch, rows // batch
 
     def _seen(self, sweep: Sweep, round: int, client: int) -> Index:
         """The images of a client that a sweep looks at, in stored order."""
@@ -317,7 +324,7 @@ class Cohort:
         """What a sweep draws, (M, S · B, ...) each, every client from a generator of its own."""
         if sweep.draw is None:
             return {}
-        rows = len(plan.index) * self.sweep_batch
+        rows = plan.index.shape[0] * plan.index.shape[2]
         drawn = []
         for m, k in enumerate(clients):
             images = int((plan.index[:, m] >= 0).sum())

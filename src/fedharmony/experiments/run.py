@@ -286,8 +286,9 @@ def start(settings: Settings, folder: RunFolder, observe: Observer) -> Results:
     """A new run in an empty folder; returns its results."""
     folder.refuse_if_taken()
     assembly = assemble(settings, observe=observe)
+    state = assembly.initial_state()  # what a method refuses, it refuses before a folder is made
     folder.create(settings, assembly.device)
-    return _first_round(assembly, folder, observe)
+    return _first_round(assembly, state, folder, observe)
 
 
 def resume(folder: RunFolder, observe: Observer, device: str | None = None) -> Results:
@@ -302,7 +303,8 @@ def resume(folder: RunFolder, observe: Observer, device: str | None = None) -> R
     if (results := finished(folder)) is not None:
         return results
     if not folder.checkpoint.exists():  # killed before round 0
-        return _first_round(assemble(settings, observe=observe), folder, observe)
+        assembly = assemble(settings, observe=observe)
+        return _first_round(assembly, assembly.initial_state(), folder, observe)
     rounds_done, state = folder.load_state(settings)
     assembly = assemble(settings, folder["partition.json"], observe=observe)
     folder.cut_events(rounds_done)
@@ -315,8 +317,10 @@ def finished(folder: RunFolder) -> Results | None:
     return results if isinstance(results, dict) and results.get("status") == "completed" else None
 
 
-def _first_round(assembly: Assembly, folder: RunFolder, observe: Observer) -> Results:
-    settings, state = assembly.settings, assembly.initial_state()
+def _first_round(
+    assembly: Assembly, state: Record, folder: RunFolder, observe: Observer
+) -> Results:
+    settings = assembly.settings
     assembly.partition.save(folder["partition.json"])
     report = split_report(
         assembly.data.train.labels, assembly.partition, settings.split.common.seed
@@ -369,6 +373,7 @@ def _rounds(
     record({"event": "finish", "status": "completed", "seconds": time.perf_counter() - began})
     results = summarise(assembly, folder, state, evaluation)
     folder.write_json("results.json", results)
+    memory.rewind(0)  # a completed run needs it no more
     return results
 
 

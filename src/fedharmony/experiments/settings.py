@@ -32,6 +32,7 @@ import fedharmony
 from fedharmony.config import Tree, build, keys, merge, override, read_toml, tree_of
 from fedharmony.data.augment import AugmentSettings
 from fedharmony.data.base import datasets
+from fedharmony.data.transforms import check_transforms
 from fedharmony.engine.federation import FederationSettings
 from fedharmony.engine.optimise import TrainSettings
 from fedharmony.errors import ConfigError, nearest
@@ -95,6 +96,16 @@ class SplitSettings:
     transforms: tuple[str, ...] = ()
     annotated: Annotated[float, Gt(0), Le(1)] = 1.0
     holdout: Annotated[float, Ge(0), Lt(1)] = 0.0
+
+    def __post_init__(self) -> None:
+        """Refuse unknown transforms before any data are read."""
+        if self.transforms:
+            check_transforms(self.transforms)
+        if self.transforms and self.file is not None:
+            raise ConfigError(
+                "split.transforms and split.file are both set, but a partition file brings its own "
+                "transforms. Remove one of them."
+            )
 
 
 @dataclass(frozen=True)
@@ -362,11 +373,17 @@ def load_settings(source: str | Path, changes: Sequence[str] = ()) -> Settings:
         source: the file, or the name.
         changes: ``section.key=value``, or further files (or names), whose settings come on top.
     """
-    files = [source, *(change for change in changes if "=" not in change)]
-    tree: Tree = {}
-    for file in files:
+    tree = _read(source)
+    for file in filter(_is_file, changes):
         tree = merge(tree, _read(file))
-    return compose(override(tree, [change for change in changes if "=" in change]))
+    return compose(override(tree, [change for change in changes if not _is_file(change)]))
+
+
+def _is_file(change: str) -> bool:
+    """Whether a change names a config file; a path may hold an equals sign."""
+    if change in built_in_configs():
+        return True
+    return change.endswith(".toml") and ("=" not in change or Path(change).exists())
 
 
 def _read(source: str | Path) -> Tree:

@@ -11,6 +11,7 @@ Backbones use timm's parameter names; the names of a head begin with ``head.``.
 
 from __future__ import annotations
 
+import functools
 import math
 from abc import ABC, abstractmethod
 from collections.abc import Mapping, Sequence
@@ -294,10 +295,10 @@ def dropout(x: Tensor, rate: float, seeds: Tensor, place: int) -> Tensor:
     if below == 0:
         return x
     size = math.prod(x.shape[2:])
-    rows = _mixed(_mixed(seeds.to(torch.int32, copy=True)) + place)
-    pairs = _mixed(torch.arange((size + 1) // 2, dtype=torch.int32, device=x.device))
-    bits = _mixed(rows.unsqueeze(-1) ^ pairs).view(torch.int16)[..., :size]
-    # Written as numbers at once: through a tensor of bool it would take twice the time on a CPU.
+    far = (place * 0x9E3779B1 + 2**31) % 2**32 - 2**31  # apart, and an int32
+    rows = _mixed(seeds.to(torch.int32) + far).unsqueeze(-1)
+    bits = _mixed(rows ^ _mixed_numbers((size + 1) // 2, x.device)).view(torch.int16)[..., :size]
+    # Written as numbers at once: the detour by a tensor of bool is slow on a CPU.
     kept = torch.ge(bits, below - 2**15, out=x.new_empty(bits.shape))
     return x * kept.mul_(2**16 / (2**16 - below)).view(x.shape)
 
@@ -310,6 +311,12 @@ def _mixed(word: Tensor) -> Tensor:
     for shift, multiplier in ((16, 0x7FEB352D), (15, 0x846CA68B - 2**32)):
         word.bitwise_xor_((word >> shift).bitwise_and_(2 ** (32 - shift) - 1)).mul_(multiplier)
     return word.bitwise_xor_((word >> 16).bitwise_and_(2**16 - 1))
+
+
+@functools.cache
+def _mixed_numbers(count: int, device: torch.device) -> Tensor:
+    """Hashes of 0, 1, …, count − 1, only to be read; a model has few sizes, so they are kept."""
+    return _mixed(torch.arange(count, dtype=torch.int32, device=device))
 
 
 def attention(query: Tensor, key: Tensor, value: Tensor) -> Tensor:

@@ -7,6 +7,7 @@ from collections.abc import Callable, Iterator, Mapping, Sequence
 from pathlib import Path
 
 from fedharmony.engine.cohort import Cohort
+from fedharmony.errors import CheckpointError
 from fedharmony.methods.base import Stage
 from fedharmony.types import Failure, Record, Reply
 
@@ -50,6 +51,8 @@ class InProcess:
     ) -> Iterator[Reply | Failure]:
         try:
             yield from self.cohort.run(stage, round, messages, tick)
+        except CheckpointError:  # a damaged memory or a full disk is no client's fault
+            raise
         except Exception as error:
             if len(messages) > 1:
                 for client, message in messages.items():
