@@ -2,11 +2,13 @@
 
 from __future__ import annotations
 
+import contextlib
 import functools
 import os
 import resource
 import subprocess
 import sys
+import threading
 from collections import Counter
 from collections.abc import Iterator, Mapping
 from dataclasses import dataclass, replace
@@ -25,10 +27,11 @@ from fedharmony.data.base import LabelledImages, TensorImages
 from fedharmony.engine.batches import plan_batches
 from fedharmony.engine.checkpoint import digest, load_record, save_record
 from fedharmony.engine.federation import FederationSettings, problem
+from fedharmony.engine.prefetch import gathered
 from fedharmony.engine.sampling import cohort_size, draw_schedule, drops_out
 from fedharmony.errors import CheckpointError, ClientLimitError, ConfigError
 from fedharmony.losses import Batch, LossSettings, binary_cross_entropy
-from fedharmony.methods.base import Groups, Reads, Stage, Sweep
+from fedharmony.methods.base import Groups, Reads, Stage, Sweep, methods
 from fedharmony.methods.fedavg import FedAvg
 from fedharmony.rng import numpy_rng
 from fedharmony.types import BUFFERS, PARAMS, Failure, Record, Reply, Tensors
@@ -249,6 +252,74 @@ def test_draws_belong_to_the_client_and_the_round() -> None:
     Toy(method_class=Recorder, sizes=(4, 4), rounds=2, epochs=1).run()
     assert len(seen) == 4
     assert len({tuple(t.tolist()) for t in seen}) == 4
+
+
+class SlowImages:
+    """Images that come from somewhere else than memory; remembers which thread asked."""
+
+    def __init__(self, images: TensorImages) -> None:
+        self.images, self.threads = images, set[str]()
+
+    def __len__(self) -> int:
+        return len(self.images)
+
+    @property
+    def shape(self) -> tuple[int, int, int]:
+        return self.images.shape
+
+    def gather(self, index: Tensor, device: torch.device | str) -> Tensor:
+        self.threads.add(threading.current_thread().name)
+        return self.images.gather(index, device)
+
+
+def test_images_from_files_are_read_ahead_and_give_the_same_bits() -> None:
+    data = toy_data(60)
+    assert isinstance(data.images, TensorImages)
+    slow = SlowImages(data.images)
+    for name in ("fedharmony", "fedrdn"):
+        plain, _ = Toy(name, data=data).run()
+        ahead, _ = Toy(name, data=replace(data, images=slow)).run()
+        assert same_bits(plain, ahead)
+    assert all(name.startswith("images") for name in slow.threads)
+
+
+def test_reading_ahead_passes_errors_on_and_stops_when_nobody_listens() -> None:
+    data = toy_data(20)
+
+    class Broken(SlowImages):
+        def gather(self, index: Tensor, device: torch.device | str) -> Tensor:
+            raise OSError("the disk is gone")
+
+    assert isinstance(data.images, TensorImages)
+    toy = Toy(sizes=(12, 8), data=replace(data, images=Broken(data.images)))
+    answers = list(
+        toy.transport.exchange(
+            toy.method.stages(0)[0], 0, toy.method.broadcast(toy.initial(), 0, range(2))
+        )
+    )
+    assert all(isinstance(a, Failure) and "the disk is gone" in a.reason for a in answers)
+    seen: list[int] = []
+
+    def gather(index: Tensor) -> Tensor:
+        seen.append(int(index))
+        return index
+
+    steps = (torch.tensor(i) for i in range(100))
+    with contextlib.closing(gathered(SlowImages(data.images), gather, steps)) as images:
+        assert int(next(images)[0]) == 0
+    assert len(seen) <= 4
+
+
+def test_what_a_client_does_not_know_it_does_not_see() -> None:
+    """Positives hidden by the mask change nothing: neither loss, nor sweeps, nor counts."""
+    data = toy_data(60)
+    known = np.random.default_rng(0).random(data.labels.shape) < 0.5
+    hidden = np.where(known, data.labels, 0).astype(np.uint8)
+    for name in methods.names():
+        config = {"cold_start": "labels", "align_unseen": "mask"} if name == "fedharmony" else {}
+        truth, _ = Toy(name, config, data=replace(data, known=known)).run()
+        blank, _ = Toy(name, config, data=replace(data, known=known, labels=hidden)).run()
+        assert same_bits(truth, blank), name
 
 
 def test_augmentation_does_not_depend_on_the_stack_and_spares_sweeps() -> None:

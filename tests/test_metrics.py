@@ -683,3 +683,21 @@ def test_structure_without_a_pair_is_undefined():
     values = [result.soft_rmse, result.hard_rmse, result.true_mean_abs, result.soft_pearson]
     assert all(math.isnan(v) for v in values)
     assert np.isfinite(result.soft_matrix).all()
+
+
+def test_structure_compares_a_pair_where_both_labels_are_known():
+    """Each pair alone, cut to the images that know both, must give the same entries."""
+    scores, targets = random_case(60, 4, "metrics/structure known")
+    known = numpy_rng(0, "metrics/known").random(targets.shape) < 0.7
+    targets = np.where(known, targets, 1)  # what an unknown entry holds does not matter
+    result = structure_metrics(scores, targets, known=known)
+    for c in range(4):
+        for d in range(c + 1, 4):
+            both = known[:, c] & known[:, d]
+            alone = structure_metrics(scores[both][:, [c, d]], targets[both][:, [c, d]])
+            for name in ("soft_matrix", "hard_matrix", "true_matrix"):
+                pair = getattr(alone, name)[0, 1]
+                assert getattr(result, name)[c, d] == pytest.approx(pair, abs=1e-9), name
+    whole = structure_metrics(scores, targets, known=np.ones_like(known))
+    plain = structure_metrics(scores, targets)
+    assert whole.soft_rmse == pytest.approx(plain.soft_rmse, abs=1e-12)

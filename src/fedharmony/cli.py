@@ -4,6 +4,7 @@ from __future__ import annotations
 
 # torch, scikit-learn and matplotlib take seconds to import. What needs them is imported by the
 # commands themselves, so that --help and mistyped commands answer at once.
+import logging
 import os
 import shlex
 import sys
@@ -410,6 +411,9 @@ def main() -> None:
     # Read when torch is first imported: idle threads soon sleep instead of spinning for long, which
     # would starve our own work on a machine that is also busy otherwise.
     os.environ.setdefault("GOMP_SPINCOUNT", "2000")
+    # What the data layer has to say (sizes before it writes, images it leaves out).
+    logging.basicConfig(format="%(message)s", level=logging.WARNING)
+    logging.getLogger("fedharmony").setLevel(logging.INFO)
     try:
         app()
     except FedHarmonyError as error:

@@ -232,7 +232,8 @@ class Source(ABC):
 def cache_folder() -> Path:
     """Where derived data are kept: ``FEDHARMONY_CACHE``, or else the user's cache folder.
 
-    The folder may be missing or unwritable; a cache saves time and is never needed.
+    The folder may be missing. Data that the package makes itself do without it; image files are
+    decoded into it.
 
     >>> import os
     >>> from unittest.mock import patch

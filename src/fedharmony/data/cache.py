@@ -144,8 +144,11 @@ class MappedImages:
         GPU they go through page-locked memory, so that the copy need not be waited for.
         """
         ordered, places = index.reshape(-1).cpu().clamp(min=0).sort()
-        pinned = torch.device(device).type == "cuda"
-        rows = torch.empty((*index.shape, *self.shape), dtype=torch.uint8, pin_memory=pinned)
+        shape = (*index.shape, *self.shape)
+        if torch.device(device).type == "cuda":
+            rows = torch.empty(shape, dtype=torch.uint8, pin_memory=True)
+        else:  # NumPy asks for large memory pages: a third of the time for a batch of 60 MB
+            rows = torch.from_numpy(np.empty(shape, np.uint8))
         target = rows.view(-1, *self.shape).numpy()
         for row, place in zip(ordered.tolist(), places.tolist(), strict=True):
             target[place] = self._pixels[row]

@@ -8,7 +8,7 @@ is ordered by size and shrinks as clients finish, so padding never enters a resu
 from __future__ import annotations
 
 import functools
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 
 import numpy as np
 import torch
@@ -19,6 +19,7 @@ from fedharmony.data.base import LabelledImages
 from fedharmony.engine.batches import Plan, plan_batches
 from fedharmony.engine.memory import ClientMemory
 from fedharmony.engine.optimise import TrainSettings, clip_gradients, local_optimiser
+from fedharmony.engine.prefetch import gathered
 from fedharmony.engine.stacking import StackedMessage, expand, narrow, over_clients
 from fedharmony.losses import Batch, label_weights, positive_weights
 from fedharmony.methods.base import ClientView, Method, Stage, Sweep
@@ -148,11 +149,11 @@ class Cohort:
                 narrow(fixed, width),
             )
             start = narrow(received, width)
-            for step in range(first, last):
-                index = self._index(plan, step, width)
+            steps = (self._index(plan, step, width) for step in range(first, last))
+            for step, (index, pixels) in enumerate(self._gathered(steps), start=first):
                 batch = self._batch(index, narrow(weights, width))
                 batch = batch._replace(draws=self._draws(method.draw, own[:width]))
-                pixels = self._changed(self.images.gather(index, self.device), common[:width])
+                pixels = self._changed(pixels, common[:width])
                 images = normalise(pixels, groups, batch.draws).to(dtype)
                 opinion = None
                 if method.consults:
@@ -236,12 +237,15 @@ class Cohort:
         for first, last, width in plan.segments():
             params, groups = narrow(tensors, width), message.first(width)
             part = narrow(carry, width)
-            for step in range(first, last):
-                index = self._index(plan, step, width, trim=True)
+            steps = (self._index(plan, step, width, trim=True) for step in range(first, last))
+            looked: Iterator[tuple[Tensor, Tensor | None]] = ((index, None) for index in steps)
+            if sweep.reads != "labels":
+                looked = iter(self._gathered(steps))
+            for step, (index, pixels) in enumerate(looked, start=first):
                 rows = slice(step * size, step * size + index.shape[1])
                 batch = self._batch(index, {})
                 batch = batch._replace(draws={n: t[:width, rows] for n, t in draws.items()})
-                values = self._values(sweep, params, message, groups, index, batch)
+                values = self._values(sweep, params, message, groups, pixels, batch)
                 part = fold(part, values, batch)
             for name, value in part.items():
                 carry[name][:width] = value
@@ -253,19 +257,18 @@ class Cohort:
         params: Tensors,
         message: StackedMessage,
         groups: Mapping[str, Tensors],
-        index: Tensor,
+        pixels: Tensor | None,
         batch: Batch,
     ) -> Tensor | Tensors:
         """What a sweep reads of one batch."""
-        if sweep.reads == "labels":
+        if pixels is None:
             return batch.labels
-        pixels = self.images.gather(index, self.device)
         if sweep.reads == "images":
             return pixels
         dtype = next(iter(params.values())).dtype
         normalise = over_clients(self.method.normalise, (0, message.dims, 0))
         images = normalise(pixels, groups, {}).to(dtype)
-        whole = {**params, **self._fixed(len(index), dtype)}
+        whole = {**params, **self._fixed(len(pixels), dtype)}
         if sweep.reads == "features":
             return self.model.features(whole, images)
         if sweep.reads == "gradients":
@@ -339,6 +342,10 @@ class Cohort:
 
     # -- batches ----------------------------------------------------------------------------------
 
+    def _gathered(self, steps: Iterable[Tensor]) -> Iterator[tuple[Tensor, Tensor]]:
+        """Indices and images of the steps to come."""
+        return gathered(self.images, lambda i: self.images.gather(i, self.device), steps)
+
     def _index(self, plan: Plan, step: int, width: int, trim: bool = False) -> Tensor:
         """Image indices (width, B) of a step; trimmed, without rows that all clients only pad."""
         index = plan.index[step, :width]
@@ -349,12 +356,14 @@ class Cohort:
     def _batch(self, index: Tensor, weights: Tensors) -> Batch:
         """Labels and masks at ``index``; ``weights`` only where a loss is trained."""
         rows = (index >= 0).float()
-        counted = rows.unsqueeze(-1).expand(*index.shape, self.labels.shape[1])
+        labels = self.labels[index].float()
+        counted = rows.unsqueeze(-1).expand_as(labels)
         if self.known is not None:
-            counted = counted * self.known[index]
+            known = self.known[index]
+            counted, labels = counted * known, labels * known  # what is unknown is not shown either
         if "label" in weights:
             counted = counted * weights["label"].unsqueeze(-2)
-        return Batch(self.labels[index].float(), rows, counted, weights.get("positive", ()))
+        return Batch(labels, rows, counted, weights.get("positive", ()))
 
     def _label_weights(self, clients: Sequence[int]) -> Tensors:
         """Per client (M, C): the factor on positives and, where settings ask, on absent labels."""

@@ -153,9 +153,9 @@ class Assembly:
             scores = self.method.predict(outputs.float(), state)
             known = None if test.known is None else test.known[start : start + EVAL_BATCH]
             store.add(scores, test.labels[start : start + EVAL_BATCH], known)
-        scores_seen, targets, _ = store.arrays()
+        scores_seen, targets, known = store.arrays()
         options = self.settings.metrics
-        structure = structure_metrics(scores_seen, targets, options.threshold)
+        structure = structure_metrics(scores_seen, targets, options.threshold, known)
         return Evaluation(store.result(options), structure)
 
 

@@ -16,8 +16,9 @@ from dataclasses import dataclass
 import numpy as np
 import numpy.typing as npt
 import torch
+from torch import Tensor
 
-from fedharmony.correlation import label_correlation, soft_correlation
+from fedharmony.correlation import CLAMP, EPS, label_correlation, soft_correlation
 from fedharmony.metrics.multilabel import Array, Doubles, checked_arrays
 
 # Spreads below this are rounding of the matrices, not differences between labels.
@@ -55,7 +56,9 @@ class StructureResult:
     true_matrix: Doubles
 
 
-def structure_metrics(scores: Array, targets: Array, threshold: float = 0.5) -> StructureResult:
+def structure_metrics(
+    scores: Array, targets: Array, threshold: float = 0.5, known: Array | None = None
+) -> StructureResult:
     """Compare the label correlations of predictions with those of the true labels.
 
     Over the unordered pairs ``(c, c')`` of different labels that both have positives and negatives
@@ -70,6 +73,8 @@ def structure_metrics(scores: Array, targets: Array, threshold: float = 0.5) -> 
         scores: ``(N, C)`` in [0, 1] (after the sigmoid). Computed in float64.
         targets: ``(N, C)`` zeros and ones.
         threshold: A label counts as predicted where its score is at least this.
+        known: ``(N, C)``, False where a label is unknown. A pair is then compared, on both sides,
+            over the images on which both of its labels are known.
 
     Returns:
         The comparison. Numbers are nan only where they have no value: all of them without a single
@@ -80,11 +85,11 @@ def structure_metrics(scores: Array, targets: Array, threshold: float = 0.5) -> 
     >>> timid.n_pairs, timid.hard_rmse, round(timid.soft_rmse, 2), round(timid.soft_pearson, 4)
     (3, 0.0, 0.35, 1.0)
     """
-    values, positive, _ = checked_arrays(scores, targets, None, ndim=2, unit_range=True)
-    true_matrix, defined = _phi(positive)
-    hard_matrix, _ = _phi(values >= threshold)
+    values, positive, mask = checked_arrays(scores, targets, known, ndim=2, unit_range=True)
+    true_matrix, defined = _phi(positive, mask)
+    hard_matrix, _ = _phi(values >= threshold, mask)
     doubles = torch.from_numpy(np.array(values, np.float64))
-    soft_matrix: Doubles = soft_correlation(doubles).numpy()
+    soft_matrix: Doubles = _soft(doubles, mask).numpy()
     first, second = np.triu_indices(values.shape[1], k=1)
     pair = defined[first] & defined[second]
     first, second = first[pair], second[pair]
@@ -104,9 +109,25 @@ def structure_metrics(scores: Array, targets: Array, threshold: float = 0.5) -> 
     )
 
 
-def _phi(labels: npt.NDArray[np.bool_]) -> tuple[Doubles, npt.NDArray[np.bool_]]:
-    matrix, defined = label_correlation(labels)
+def _phi(
+    labels: npt.NDArray[np.bool_], known: npt.NDArray[np.bool_] | None
+) -> tuple[Doubles, npt.NDArray[np.bool_]]:
+    matrix, defined = label_correlation(labels, known=known)
     return matrix.numpy(), defined.numpy()
+
+
+def _soft(scores: Tensor, known: npt.NDArray[np.bool_] | None) -> Tensor:
+    """Soft correlations; with unknown labels, each entry over the images that know both."""
+    if known is None:
+        return soft_correlation(scores)
+    mask = torch.from_numpy(known).double()
+    scores = scores * mask
+    images = (mask.mT @ mask).clamp(min=1.0)
+    first = scores.mT @ mask / images  # mean score of c over the images that know c and c'
+    joint = scores.mT @ scores / images
+    spread = (first * (1 - first)).clamp(min=CLAMP * (1 - CLAMP))
+    matrix = (joint - first * first.mT) / ((spread * spread.mT).sqrt() + EPS)
+    return (matrix + matrix.mT) / 2
 
 
 def _rmse(predicted: Doubles, true: Doubles) -> float:

@@ -45,6 +45,7 @@ _SPLIT_WORDS = {
     "size_max": "images, largest client",
     "labels_seen_mean": "labels a client has, mean",
     "labels_seen_min": "labels a client has, fewest",
+    "left_out": "images that no client holds",
     "absent_pairs": "client-label pairs without positives",
     "jensen_shannon": "label skew (Jensen-Shannon, nats)",
     "correlation_drift": "correlation drift (RMSE to global φ)",
