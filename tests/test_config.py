@@ -12,7 +12,7 @@ import pytest
 import torch
 from annotated_types import Ge
 
-from fedharmony.config import build, override, parse_override, read_toml, to_toml, tree_of
+from fedharmony.config import FilePath, build, override, parse_override, read_toml, to_toml, tree_of
 from fedharmony.errors import ConfigError
 from fedharmony.registry import Registry, load_plugins
 from fedharmony.rng import derived_seed, numpy_rng, torch_rng
@@ -53,6 +53,19 @@ def test_mistakes_are_named(values: dict[str, object], words: list[str]) -> None
         build(Sample, values, "train")
     for word in words:
         assert word in str(caught.value)
+
+
+def test_a_file_is_found_from_any_folder(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    @dataclass(frozen=True)
+    class Place:
+        file: FilePath | None = None
+
+    (tmp_path / "here.txt").write_text("x")
+    monkeypatch.chdir(tmp_path)
+    assert build(Place, {"file": "here.txt"}, "data").file == str(tmp_path / "here.txt")
+    assert build(Place, {"file": "timm/a_model"}, "data").file == "timm/a_model"
+    assert build(Place, {"file": ""}, "data").file == ""
+    assert build(Place, {}, "data").file is None
 
 
 def test_overrides() -> None:

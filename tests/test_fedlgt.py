@@ -19,7 +19,10 @@ from torch import Tensor, nn
 from fedharmony.config import build, keys, read_toml
 from fedharmony.data.base import LabelledImages
 from fedharmony.engine.optimise import clip_gradients
-from fedharmony.errors import ConfigError, DataError
+from fedharmony.errors import CheckpointError, ConfigError, DataError
+from fedharmony.experiments import run as runs
+from fedharmony.experiments.folder import RunFolder
+from fedharmony.experiments.run import assemble
 from fedharmony.experiments.settings import built_in_configs, load_settings
 from fedharmony.losses import Batch, LossSettings
 from fedharmony.methods.base import Task
@@ -689,3 +692,33 @@ def test_more_labels_than_the_width_has_room_for() -> None:
     data = toy_data(8, classes=SMALL["fedlgt"]["embedding"] - 1)
     _, events = Toy("fedlgt", sizes=(5, 3), rounds=1, epochs=1, data=data).run()
     assert not events[0]["failures"]
+
+
+def test_a_text_file_that_changed_stops_a_resumed_run(tmp_path: Path) -> None:
+    """Training would use the new table, evaluation the old one of the checkpoint."""
+    small = ["data.train=60", "data.test=20", "split.clients=2", "train.epochs=1", "run.rounds=3"]
+    shape = ["model.width=16", "model.depth=1", "model.heads=2", "engine.threads=1"]
+    text = f"methods.fedlgt.text={tmp_path / 'text.safetensors'}"
+    own = [text, "methods.fedlgt.embedding=32", "run.method=fedlgt"]
+    classes = assemble(load_settings("demo", [*small, *shape])).data.classes
+
+    def write(seed: int) -> None:
+        table = torch.randn(len(classes) + 2, 32, generator=torch_rng(seed, "text"))
+        names = {name: name for name in classes}
+        write_label_text(tmp_path / "text.safetensors", names, lambda texts: table)
+
+    def stop(event: Mapping[str, Any]) -> None:
+        if event["event"] == "round" and event["round"] == 1:
+            raise KeyboardInterrupt
+
+    write(0)
+    settings = load_settings("demo", [*small, *shape, *own])
+    assert settings.label == "fedlgt"
+    folder = RunFolder(tmp_path / "run")
+    with pytest.raises(KeyboardInterrupt):
+        runs.start(settings, folder, stop)
+    write(1)
+    with pytest.raises(CheckpointError, match="has changed since"):
+        runs.resume(folder, lambda event: None)
+    write(0)
+    assert runs.resume(folder, lambda event: None)["status"] == "completed"

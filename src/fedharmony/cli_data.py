@@ -2,8 +2,10 @@
 
 from __future__ import annotations
 
+from collections import Counter
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
+from dataclasses import fields
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, Any
 
@@ -13,10 +15,12 @@ from rich.progress import BarColumn, MofNCompleteColumn, TextColumn, TimeRemaini
 from rich.progress import Progress as Bar
 from rich.table import Table
 
-from fedharmony.errors import ConfigError, DataError
+from fedharmony.errors import CheckpointError, ConfigError, DataError
+from fedharmony.registry import load_plugins
 
 if TYPE_CHECKING:
     from fedharmony.data.annotations import FileSource
+    from fedharmony.partition.base import Partition
     from fedharmony.partition.report import SplitReport
 
 data_app = typer.Typer(
@@ -42,30 +46,35 @@ def source(name: str, path: Path, changes: Sequence[str] | None) -> FileSource:
 
     cls = datasets[name]
     if not issubclass(cls, FileSource):
-        raise DataError(f"Data set {name!r} is made by the package itself: there are no files.")
+        raise DataError(
+            f"Data set {name!r} is not read from image files, so there is nothing to check and "
+            "nothing to decode."
+        )
+    words = {f.name for f in fields(cls.Config) if isinstance(f.default, str)}
     values: dict[str, Any] = {"path": str(path)}
     for text in changes or ():
         keys, value = parse_override(text)
         if len(keys) != 1:
             raise ConfigError(f"{text!r}: settings of the loader have no section; use KEY=VALUE.")
+        if keys[0] in words and not isinstance(value, str):  # year=2012 is a name, too
+            value = text.partition("=")[2].strip()
         values[keys[0]] = value
     return cls(build(cls.Config, values, "data"))
 
 
 @contextmanager
-def decoding(quiet: bool) -> Iterator[Callable[[int, int], None] | None]:
-    """A progress bar for decoding; nothing is drawn while nothing is decoded."""
-    if quiet:
-        yield None
-        return
+def decoding(quiet: bool) -> Iterator[Callable[[int, int], None]]:
+    """A progress bar on a terminal; nothing is drawn while nothing is decoded."""
+    console = Console(stderr=True)
     columns = (TextColumn("decoding"), BarColumn(), MofNCompleteColumn(), TimeRemainingColumn())
-    with Bar(*columns, console=Console(stderr=True), transient=True) as bar:
-        tasks: list[Any] = []
+    hidden = quiet or not console.is_terminal
+    with Bar(*columns, console=console, transient=True, disable=hidden) as bar:
+        task = bar.add_task("decoding", total=None, visible=False)
 
         def show(done: int, total: int) -> None:
-            if not tasks or done == 0 or bar.tasks[-1].total != total:
-                tasks.append(bar.add_task("decoding", total=total))
-            bar.update(tasks[-1], completed=done)
+            if done < bar.tasks[0].completed:  # the test images follow the training images
+                bar.reset(task)
+            bar.update(task, completed=done, total=total, visible=True)
 
         yield show
 
@@ -75,14 +84,16 @@ def check(name: Name, path: Place, changes: Changes = None) -> None:
     """Verify files and counts of a data set, and say what is missing.
 
     Example: `fedharmony data check voc ~/VOCdevkit year=2012`
+
+    Exit code 0: all is there; 1: something is missing or differs; 2: the data cannot be read.
     """
     found = source(name, path, changes).check()
     table = Table(box=None, pad_edge=False)
-    for heading in ("", "expected", "found"):
+    for heading in ("", "expected", "found", ""):
         table.add_column(heading, justify="right" if heading else "left")
     for line in found.lines:
-        mark = "" if line.ok else "bold red"
-        table.add_row(line.what, f"{line.expected:,}", f"{line.found:,}", style=mark)
+        mark, style = ("", None) if line.ok else ("differs", "bold red")
+        table.add_row(line.what, f"{line.expected:,}", f"{line.found:,}", mark, style=style)
     console = Console()
     console.print(table)
     console.print(found.advice, soft_wrap=True)
@@ -129,6 +140,10 @@ def partition(
     out: Annotated[
         Path | None, typer.Option("--out", "-o", help="Folder for table, picture and partition.")
     ] = None,
+    plugin: Annotated[
+        list[Path] | None,
+        typer.Option("--plugin", help="Python file that registers a splitter, … of your own."),
+    ] = None,
 ) -> None:
     """Preview a split as table and picture, without training and without decoding an image.
 
@@ -142,40 +157,57 @@ def partition(
     from fedharmony.experiments.settings import load_settings
     from fedharmony.report.split import split_picture
 
+    load_plugins(plugin or ())
+    folder = RunFolder(out or Path("runs") / f"{Path(config).stem}-split")
+    if folder.holds_run():
+        raise CheckpointError(
+            f"{folder.path} holds a run, whose partition must stay as it is. Choose another folder "
+            "with --out."
+        )
     found = preview(load_settings(config, list(overrides or ())))
-    folder = out or Path("runs") / f"{Path(config).stem}-split"
-    make_folder(folder)
-    found.partition.save(folder / "partition.json")
-    RunFolder(folder).write_json("split_report.json", found.report.as_dict())
+    make_folder(folder.path)
+    found.partition.save(folder["partition.json"])
+    folder.write_json("split_report.json", found.report.as_dict())
     picture = split_picture(found.labels, found.partition, found.classes)
-    write_file(folder / "split.svg", picture.encode())
+    write_file(folder["split.svg"], picture.encode())
     console = Console()
-    console.print(split_table(found.report))
-    console.print(f"Written: {folder}", soft_wrap=True)
+    console.print(split_table(found.report, found.partition))
+    console.print(f"SHA-256: {found.report.sha256}", soft_wrap=True)
+    console.print(f"Written: {folder.path}", soft_wrap=True)
 
 
-def split_table(report: SplitReport) -> Table:
+def split_table(report: SplitReport, partition: Partition) -> Table:
     """A split in a few lines."""
-    table = Table(box=None, pad_edge=False, show_header=False)
     median = f"{report.size_median:,.0f}"
+    floor = _number(report.correlation_drift_iid)
     rows = {
         "clients": f"{report.clients:,}",
         "images": f"{report.images:,}",
+        "  of no client": f"{report.left_out:,}" if report.left_out else None,
         "images per client": f"{report.size_min:,} to {report.size_max:,}, median {median}",
         "labels per client": f"mean {report.labels_seen_mean:.1f}, least {report.labels_seen_min}",
-        "label skew (Jensen–Shannon)": _number(report.jensen_shannon),
-        "correlation drift": _number(report.correlation_drift),
-        "  of a random split of the same sizes": _number(report.correlation_drift_iid),
-        "(client, label) pairs without a positive": f"{report.absent_pairs:,}",
-        "SHA-256": report.sha256,
+        "(client, label) without images": f"{report.absent_pairs:,}",
+        "label skew": f"{_number(report.jensen_shannon)} (Jensen–Shannon, 0 to 0.693)",
+        "correlation drift": f"{_number(report.correlation_drift)} (random split: {floor})",
+        "  over clients of 20 images up": f"{report.drift_clients:,}",
+        "image transforms": _tally(partition.transforms),
     }
+    table = Table(box=None, pad_edge=False, show_header=False)
     for name, value in rows.items():
-        table.add_row(name, value)
+        if value is not None:
+            table.add_row(name, value)
     return table
 
 
 def _number(value: float | None) -> str:
     return "–" if value is None else f"{value:.3f}"
+
+
+def _tally(names: Sequence[str] | None) -> str | None:
+    """How many clients have each transform."""
+    if names is None:
+        return None
+    return ", ".join(f"{name} {count:,}" for name, count in sorted(Counter(names).items()))
 
 
 @models_app.command()

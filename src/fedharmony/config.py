@@ -13,10 +13,10 @@ import functools
 import tomllib
 from collections.abc import Iterable, Mapping
 from pathlib import Path
-from typing import Any, TypeVar, get_type_hints
+from typing import Annotated, Any, TypeAlias, TypeVar, get_type_hints
 
 import tomli_w
-from pydantic import TypeAdapter, ValidationError
+from pydantic import AfterValidator, TypeAdapter, ValidationError
 
 from fedharmony.errors import ConfigError, nearest
 
@@ -57,6 +57,16 @@ def parse_override(text: str) -> tuple[list[str], Any]:
         return path, tomllib.loads(f"value = {value.strip()}")["value"]
     except tomllib.TOMLDecodeError:
         return path, value.strip()
+
+
+def _absolute(path: str) -> str:
+    """The same file from any folder; what is no file here (a model's name) stays as it is."""
+    found = Path(path).expanduser()
+    return str(found.resolve()) if path and found.exists() else path
+
+
+#: A setting that names a file or folder: a run can be resumed, and repeated, from any folder.
+FilePath: TypeAlias = Annotated[str, AfterValidator(_absolute)]
 
 
 def override(tree: Mapping[str, Any], assignments: Iterable[str]) -> Tree:

@@ -16,6 +16,7 @@ import numpy as np
 import numpy.typing as npt
 from annotated_types import Ge
 
+from fedharmony.config import FilePath
 from fedharmony.data.base import DataSet, LabelledImages, Source, cache_folder
 from fedharmony.data.cache import Resize, ResizeMode, Unreadable, decode, decoded
 from fedharmony.data.files import ImageFiles, Tree, TreeImages, in_bytes, open_tree
@@ -114,7 +115,7 @@ class FileSource(Source):
             unreadable: ``"error"`` stops at missing or damaged images, ``"skip"`` leaves them out.
         """
 
-        path: str = ""
+        path: FilePath = ""
         image_size: typing.Annotated[int, Ge(1)] = 224
         resize: ResizeMode = "stretch"
         unreadable: Unreadable = "error"

@@ -23,7 +23,7 @@ from fedharmony.engine.cohort import Cohort
 from fedharmony.engine.federation import Event, Federation
 from fedharmony.engine.memory import ClientMemory
 from fedharmony.engine.sampling import cohort_size, draw_schedule
-from fedharmony.errors import ConfigError, FedHarmonyError
+from fedharmony.errors import CheckpointError, ConfigError, FedHarmonyError
 from fedharmony.experiments.folder import RunFolder, jsonable
 from fedharmony.experiments.settings import Settings
 from fedharmony.methods.base import Method, Task, methods
@@ -110,6 +110,18 @@ class Assembly:
         trained, frozen = self.parameters
         state = self.method.init_state(trained, {})
         return (state.replace({FROZEN: frozen}) if frozen else state).to(self.device)
+
+    def refuse_other_constants(self, state: Record, rounds_done: int) -> None:
+        """Refuse to go on with other frozen tensors than the run began with."""
+        saved, made = state.get(FROZEN), self.parameters[1]
+        same = saved.keys() == made.keys() and all(torch.equal(saved[n], made[n]) for n in made)
+        # After the last round a method may have fitted them; nothing is trained with them then.
+        if not same and rounds_done < self.settings.run.rounds:
+            raise CheckpointError(
+                "The frozen part of the model is not the one this run began with: a file it is "
+                "read from (weights, label text) has changed since. Put the old file back, or "
+                "start a new run."
+            )
 
     def federation(
         self, memory: ClientMemory, tick: Callable[[int, int, int], None] | None = None
@@ -307,6 +319,7 @@ def resume(folder: RunFolder, observe: Observer, device: str | None = None) -> R
         return _first_round(assembly, assembly.initial_state(), folder, observe)
     rounds_done, state = folder.load_state(settings)
     assembly = assemble(settings, folder["partition.json"], observe=observe)
+    assembly.refuse_other_constants(state, rounds_done)
     folder.cut_events(rounds_done)
     return _rounds(assembly, folder, rounds_done, state.to(assembly.device), observe)
 

@@ -29,7 +29,7 @@ from typing import Annotated, Any
 from annotated_types import Ge, Gt, Le, Lt
 
 import fedharmony
-from fedharmony.config import Tree, build, keys, merge, override, read_toml, tree_of
+from fedharmony.config import FilePath, Tree, build, keys, merge, override, read_toml, tree_of
 from fedharmony.data.augment import AugmentSettings
 from fedharmony.data.base import datasets
 from fedharmony.data.transforms import check_transforms
@@ -92,7 +92,7 @@ class SplitSettings:
     name: str = "pivot_dirichlet"
     clients: Annotated[int, Ge(1)] | None = None
     seed: Annotated[int, Ge(0)] = 0
-    file: str | None = None
+    file: FilePath | None = None
     transforms: tuple[str, ...] = ()
     annotated: Annotated[float, Gt(0), Le(1)] = 1.0
     holdout: Annotated[float, Ge(0), Lt(1)] = 0.0

@@ -32,6 +32,7 @@ import torch
 from annotated_types import Ge, Gt, Le, Lt
 from torch import Tensor
 
+from fedharmony.config import FilePath
 from fedharmony.losses import Batch, entries
 from fedharmony.methods.base import Groups, Method, Task, methods, stacked
 from fedharmony.models.label_text import load_label_text
@@ -63,7 +64,7 @@ class FedLGT(Method):
             max_norm: largest norm of a client's gradient.
         """
 
-        text: str | None = None
+        text: FilePath | None = None
         ca_mle: Literal["all", "first", "off"] = "all"
         margin: Annotated[float, Ge(0), Le(0.5)] = 0.02
         known_share: Annotated[float, Ge(0), Lt(1)] = 0.75

@@ -18,6 +18,7 @@ import torch
 from annotated_types import MinLen
 from torch import Tensor
 
+from fedharmony.config import FilePath
 from fedharmony.errors import ConfigError, nearest
 from fedharmony.models.base import Backbone, InputSpec, Shapes, models
 from fedharmony.models.hub import locate
@@ -46,7 +47,7 @@ class TimmBackbone(Backbone):
         """
 
         architecture: Annotated[str, MinLen(1)] = "resnet18"
-        weights: str | None = None
+        weights: FilePath | None = None
         mean: tuple[float, float, float] | None = None
         std: tuple[float, float, float] | None = None
 

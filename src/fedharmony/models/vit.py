@@ -19,6 +19,7 @@ import torch.nn.functional as F
 from annotated_types import Ge, Gt
 from torch import Tensor
 
+from fedharmony.config import FilePath
 from fedharmony.errors import ConfigError
 from fedharmony.models.base import (
     Backbone,
@@ -72,7 +73,7 @@ class ViT(Backbone):
         heads: Count = 4
         patch: Count = 8
         mlp_ratio: Positive = 4.0
-        weights: str | None = None
+        weights: FilePath | None = None
         mean: tuple[float, float, float] | None = None
         std: tuple[Positive, Positive, Positive] | None = None
 
