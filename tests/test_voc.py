@@ -433,3 +433,10 @@ def test_real_voc2012() -> None:
     assert not ignored[1].known.all()
     np.testing.assert_array_equal(ignored[0].labels, kept[0].labels)
     np.testing.assert_array_equal(ignored[1].labels, kept[1].labels & ignored[1].known)
+
+
+@pytest.mark.parametrize("year", ["2012", 2012])
+def test_the_year_may_be_written_as_a_number(year: Any) -> None:
+    assert build(Voc.Config, {"year": year}, "data").year == "2012"
+    with pytest.raises(ConfigError, match="year"):
+        build(Voc.Config, {"year": 2010}, "data")

@@ -19,12 +19,14 @@ file is read, so that 600,000 annotations fit into little more memory than their
 from __future__ import annotations
 
 import json
+import typing
 from collections import Counter
 from collections.abc import Hashable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any, Literal, NamedTuple, TypeAlias, TypeVar, get_type_hints
 
 import numpy as np
+from pydantic import BeforeValidator
 
 from fedharmony.data.annotations import Annotated, FileSource
 from fedharmony.data.base import datasets
@@ -32,7 +34,8 @@ from fedharmony.data.files import Tree
 from fedharmony.errors import DataError
 from fedharmony.types import Labels
 
-Year: TypeAlias = Literal["2014", "2017"]
+#: A name, not a number; `year=2017` on a command line is understood all the same.
+Year: TypeAlias = typing.Annotated[Literal["2014", "2017"], BeforeValidator(str)]
 Part: TypeAlias = Literal["train", "val"]
 
 CLASSES = 80

@@ -15,6 +15,7 @@ published figure a little.
 
 from __future__ import annotations
 
+import typing
 import xml.etree.ElementTree as ET
 from collections import Counter
 from collections.abc import Mapping, Sequence
@@ -24,13 +25,15 @@ from typing import Literal, TypeAlias
 
 import numpy as np
 import numpy.typing as npt
+from pydantic import BeforeValidator
 
 from fedharmony.data.annotations import Annotated, FileSource
 from fedharmony.data.base import datasets
 from fedharmony.data.files import Tree
 from fedharmony.errors import ConfigError, DataError, nearest
 
-Year: TypeAlias = Literal["2007", "2012"]
+#: A name, not a number; `year=2012` on a command line is understood all the same.
+Year: TypeAlias = typing.Annotated[Literal["2007", "2012"], BeforeValidator(str)]
 ImageSet: TypeAlias = Literal["train", "val", "trainval", "test"]
 Difficult: TypeAlias = Literal["drop", "keep", "ignore"]
 Bools: TypeAlias = npt.NDArray[np.bool_]

@@ -42,7 +42,7 @@ class FedProx(Method):
         mu: Annotated[float, Ge(0)] = 0.01
         placement: Literal["coupled", "decoupled"] = "coupled"
 
-    search: ClassVar[Mapping[str, Sequence[Any]]] = {"mu": (1e-3, 1e-2, 1e-1, 1.0)}
+    search: ClassVar[Mapping[str, Sequence[Any]]] = {"mu": (1e-4, 1e-3, 1e-2, 1e-1, 1.0)}
 
     def __init__(self, config: Config, task: Task) -> None:
         super().__init__(config, task)
