@@ -80,7 +80,7 @@ class FedLGT(Method):
         "default": {},
         "released": {"ca_mle": "first", "swap_states": True},
     }
-    search: ClassVar[Mapping[str, Sequence[Any]]] = {"margin": (0.0, 0.02, 0.1)}
+    search: ClassVar[Mapping[str, Sequence[Any]]] = {"margin": (0.0, 0.02, 0.1, 0.25)}
 
     def __init__(self, config: Config, task: Task) -> None:
         super().__init__(config, task)
