@@ -99,6 +99,22 @@ def _guarded(folder: Path, work: Callable[[], Any]) -> Any:
         raise typer.Exit(130) from None
 
 
+def _leads() -> bool:
+    """Whether this process prints: the first of those that torchrun started, or the only one."""
+    from fedharmony.transport.processes import crew
+
+    return crew().leads
+
+
+def _one_process(command: str) -> None:
+    from fedharmony.transport.processes import crew
+
+    if crew().size > 1:
+        raise ConfigError(
+            f"'fedharmony {command}' works in one process. Under torchrun use 'run' and 'resume'."
+        )
+
+
 def _show(folder: Path, quiet: bool) -> None:
     """The table of a run or comparison on the terminal, and its report page."""
     from fedharmony.report.load import gather, load_comparison
@@ -135,9 +151,10 @@ def run(
     settings = _settings(config, overrides, device, plugin)
     method = settings.label.replace(":", "-")
     folder = out or Path("runs") / f"{Path(config).stem}-{method}-seed{settings.run.seed}"
-    with Progress(quiet=quiet) as progress:
+    with Progress(quiet=quiet or not _leads()) as progress:
         _guarded(folder, lambda: runs.start(settings, RunFolder(folder), progress))
-    _show(folder, quiet)
+    if _leads():
+        _show(folder, quiet)
 
 
 @app.command()
@@ -159,9 +176,10 @@ def resume(
     run_folder.open()
     if runs.finished(run_folder) is not None and not quiet:
         typer.echo(f"{folder} is already complete; nothing to do.", err=True)
-    with Progress(quiet=quiet) as progress:
+    with Progress(quiet=quiet or not _leads()) as progress:
         _guarded(folder, lambda: runs.resume(run_folder, progress, device))
-    _show(folder, quiet)
+    if _leads():
+        _show(folder, quiet)
 
 
 @app.command()
@@ -191,6 +209,7 @@ def compare(
     Finished runs are skipped and unfinished ones continued, so the same command can be repeated or
     extended. The table (mean ± sd) is printed and written as table.md, table.csv and table.tex.
     """
+    _one_process("compare")
     settings = _settings(config, overrides, device, plugin)
     folder = out or Path("runs") / f"{Path(config).stem}-comparison"
     _compare(settings, Path(config).stem, _words(method_list), _numbers(seeds), folder, quiet)
@@ -219,6 +238,7 @@ def tune(
     """
     from fedharmony.experiments.tune import CRITERION, Search
 
+    _one_process("tune")
     settings = _settings(config, overrides, device, plugin)
     folder = out or Path("runs") / f"{Path(config).stem}-tuned"
     search = Search(settings, _words(method_list), folder)

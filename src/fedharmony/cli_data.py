@@ -5,7 +5,6 @@ from __future__ import annotations
 from collections import Counter
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
-from dataclasses import fields
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, Any
 
@@ -50,14 +49,11 @@ def source(name: str, path: Path, changes: Sequence[str] | None) -> FileSource:
             f"Data set {name!r} is not read from image files, so there is nothing to check and "
             "nothing to decode."
         )
-    words = {f.name for f in fields(cls.Config) if isinstance(f.default, str)}
     values: dict[str, Any] = {"path": str(path)}
     for text in changes or ():
         keys, value = parse_override(text)
         if len(keys) != 1:
             raise ConfigError(f"{text!r}: settings of the loader have no section; use KEY=VALUE.")
-        if keys[0] in words and not isinstance(value, str):  # year=2012 is a name, too
-            value = text.partition("=")[2].strip()
         values[keys[0]] = value
     return cls(build(cls.Config, values, "data"))
 
@@ -72,9 +68,9 @@ def decoding(quiet: bool) -> Iterator[Callable[[int, int], None]]:
         task = bar.add_task("decoding", total=None, visible=False)
 
         def show(done: int, total: int) -> None:
-            if done < bar.tasks[0].completed:  # the test images follow the training images
-                bar.reset(task)
-            bar.update(task, completed=done, total=total, visible=True)
+            bar.update(task, completed=done, total=total, visible=True, refresh=done == total)
+            if done == total:  # the line is free for messages until the test images follow
+                bar.reset(task, visible=False)
 
         yield show
 
@@ -94,7 +90,7 @@ def check(name: Name, path: Place, changes: Changes = None) -> None:
     for line in found.lines:
         mark, style = ("", None) if line.ok else ("differs", "bold red")
         table.add_row(line.what, f"{line.expected:,}", f"{line.found:,}", mark, style=style)
-    console = Console()
+    console = Console(highlight=False)
     console.print(table)
     console.print(found.advice, soft_wrap=True)
     if not found.ok:
@@ -121,7 +117,7 @@ def prepare(
     side = loader.config.image_size
     _, train, test = loader.annotations()
     size = in_bytes(Resize(side).nbytes(len(train) + len(test)))
-    console = Console()
+    console = Console(highlight=False)
     console.print(
         f"{len(train):,} training and {len(test):,} test images at {side} × {side} pixels: {size}"
     )
@@ -170,7 +166,7 @@ def partition(
     folder.write_json("split_report.json", found.report.as_dict())
     picture = split_picture(found.labels, found.partition, found.classes)
     write_file(folder["split.svg"], picture.encode())
-    console = Console()
+    console = Console(highlight=False)
     console.print(split_table(found.report, found.partition))
     console.print(f"SHA-256: {found.report.sha256}", soft_wrap=True)
     console.print(f"Written: {folder.path}", soft_wrap=True)

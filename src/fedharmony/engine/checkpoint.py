@@ -7,12 +7,14 @@ from __future__ import annotations
 
 import hashlib
 import json
+from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
 
 import safetensors.torch
 import torch
 from safetensors import SafetensorError, safe_open
+from torch import Tensor
 
 from fedharmony.errors import CheckpointError
 from fedharmony.files import write_atomically
@@ -48,16 +50,41 @@ def write_file(path: Path, data: bytes) -> None:
         ) from error
 
 
-def save_record(path: Path, record: Record) -> None:
-    """Write a record; the last good file survives any failure."""
+def to_bytes(record: Record, **more: str) -> bytes:
+    """A record as the bytes of a safetensors file; ``more`` goes into its header.
+
+    >>> record = Record({"params": {"w": torch.ones(2)}}, {"steps": 3})
+    >>> digest(from_bytes(to_bytes(record))) == digest(record)
+    True
+    """
     tensors = {name: t.detach().cpu().contiguous() for name, t in record.tensors()}
     header = {
         "format": FORMAT,
         "scalars": json.dumps(dict(record.scalars)),
         "groups": json.dumps({g: list(members) for g, members in record.groups.items()}),
-        "sha256": digest(record),
+        **more,
     }
-    write_file(path, safetensors.torch.save(tensors, header))
+    return safetensors.torch.save(tensors, header)
+
+
+def from_bytes(data: bytes) -> Record:
+    """The record behind :func:`to_bytes`."""
+    length = int.from_bytes(data[:8], "little")
+    header = json.loads(data[8 : 8 + length])["__metadata__"]
+    return _assemble(header, safetensors.torch.load(data))
+
+
+def _assemble(header: Mapping[str, str], tensors: Mapping[str, Tensor]) -> Record:
+    groups: dict[str, Tensors] = {
+        group: {name: tensors[f"{group}/{name}"] for name in names}
+        for group, names in json.loads(header["groups"]).items()
+    }
+    return Record(groups, json.loads(header["scalars"]))
+
+
+def save_record(path: Path, record: Record) -> None:
+    """Write a record; the last good file survives any failure."""
+    write_file(path, to_bytes(record, sha256=digest(record)))
 
 
 def load_record(path: Path) -> Record:
@@ -73,11 +100,7 @@ def load_record(path: Path) -> Record:
             raise CheckpointError(
                 f"{path} is not a checkpoint of this version ({FORMAT}). {advice}"
             )
-        groups: dict[str, Tensors] = {
-            group: {name: tensors[f"{group}/{name}"] for name in names}
-            for group, names in json.loads(header["groups"]).items()
-        }
-        record = Record(groups, json.loads(header["scalars"]))
+        record = _assemble(header, tensors)
     except (SafetensorError, OSError, KeyError, ValueError) as error:
         raise CheckpointError(f"Checkpoint {path} is damaged ({error}). {advice}") from error
     if digest(record) != header["sha256"]:

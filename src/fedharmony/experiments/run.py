@@ -40,7 +40,9 @@ from fedharmony.partition.base import Partition, splitters
 from fedharmony.partition.feature_skew import feature_skew, skewed_images
 from fedharmony.partition.report import split_report
 from fedharmony.rng import numpy_rng, torch_rng
+from fedharmony.transport.base import Transport
 from fedharmony.transport.inprocess import InProcess
+from fedharmony.transport.processes import Processes, crew, join
 from fedharmony.types import BUFFERS, FROZEN, PARAMS, Index, Labels, Record, Tensors
 
 Observer = Callable[[Event], None]
@@ -53,7 +55,9 @@ DEFAULT_STACK = {"cpu": 16, "cuda": 32}
 def choose_device(name: str) -> torch.device:
     """The device of a run: "auto" takes CUDA where there is one."""
     if name == "auto":
-        return torch.device("cuda" if torch.cuda.is_available() else "cpu")
+        if torch.cuda.is_available():
+            return torch.device("cuda", crew().local_rank)
+        return torch.device("cpu")
     try:
         device = torch.device(name)
     except RuntimeError as error:
@@ -142,9 +146,15 @@ class Assembly:
             self.settings.augment,
         )
         stack = engine.stack or DEFAULT_STACK.get(self.device.type, 1)
+        transport: Transport = InProcess(
+            cohort, stack if self.model.backbone.stackable else 1, tick
+        )
+        if crew().size > 1:
+            join(self.device)
+            transport = Processes(transport, crew(), self.device)
         return Federation(
             method=self.method,
-            transport=InProcess(cohort, stack if self.model.backbone.stackable else 1, tick),
+            transport=transport,
             schedule=self.schedule,
             settings=self.settings.federation,
             seed=self.settings.run.seed,
@@ -295,11 +305,16 @@ def on_device(data: DataSet, device: torch.device) -> DataSet:
 
 
 def start(settings: Settings, folder: RunFolder, observe: Observer) -> Results:
-    """A new run in an empty folder; returns its results."""
-    folder.refuse_if_taken()
+    """A new run in an empty folder; returns its results.
+
+    Of several processes, the first writes; the others return nothing.
+    """
+    if crew().leads:
+        folder.refuse_if_taken()
     assembly = assemble(settings, observe=observe)
     state = assembly.initial_state()  # what a method refuses, it refuses before a folder is made
-    folder.create(settings, assembly.device)
+    if crew().leads:
+        folder.create(settings, assembly.device)
     return _first_round(assembly, state, folder, observe)
 
 
@@ -320,7 +335,8 @@ def resume(folder: RunFolder, observe: Observer, device: str | None = None) -> R
     rounds_done, state = folder.load_state(settings)
     assembly = assemble(settings, folder["partition.json"], observe=observe)
     assembly.refuse_other_constants(state, rounds_done)
-    folder.cut_events(rounds_done)
+    if crew().leads:
+        folder.cut_events(rounds_done)
     return _rounds(assembly, folder, rounds_done, state.to(assembly.device), observe)
 
 
@@ -334,12 +350,12 @@ def _first_round(
     assembly: Assembly, state: Record, folder: RunFolder, observe: Observer
 ) -> Results:
     settings = assembly.settings
-    assembly.partition.save(folder["partition.json"])
-    report = split_report(
-        assembly.data.train.labels, assembly.partition, settings.split.common.seed
-    )
-    folder.write_json("split_report.json", report.as_dict())
-    folder.save_state(0, state, settings)
+    if crew().leads:
+        assembly.partition.save(folder["partition.json"])
+        labels, seed = assembly.data.train.labels, settings.split.common.seed
+        report = split_report(labels, assembly.partition, seed)
+        folder.write_json("split_report.json", report.as_dict())
+        folder.save_state(0, state, settings)
     return _rounds(assembly, folder, 0, state, observe)
 
 
@@ -353,10 +369,14 @@ def _rounds(
     memory.rewind(first)
 
     def record(event: Event) -> None:
-        folder.append(event)
-        observe(event)
+        if crew().leads:
+            folder.append(event)
+            observe(event)
 
     def after_round(round: int, state: Record) -> None:
+        if not crew().leads:
+            memory.commit(round + 1)
+            return
         if (round + 1) % settings.run.eval_every == 0 or round + 1 == settings.run.rounds:
             clock = time.perf_counter()
             latest[:] = [assembly.evaluate(state)]
@@ -381,6 +401,9 @@ def _rounds(
         with suppress(FedHarmonyError):  # a full disk must not hide what happened
             record(ending)
         raise
+    if not crew().leads:
+        memory.rewind(0)
+        return {}
     evaluation = latest[0] if latest else assembly.evaluate(state)
     folder.save_tensors("matrices.safetensors", matrices(assembly, state, evaluation.structure))
     record({"event": "finish", "status": "completed", "seconds": time.perf_counter() - began})

@@ -1,0 +1,112 @@
+"""Clients spread over several processes, one per GPU or host, started by ``torchrun``.
+
+Every process runs the same round loop on the same state. A client always belongs to the same
+process (client k to rank k mod W), where its data are on the device and its memory is known; its
+reply is sent to all others. All processes fold the same replies in the same order, so their states
+stay equal to the bit, and nobody needs to be told the new model.
+
+Replies travel as the bytes of a safetensors file: no pickle crosses a boundary.
+"""
+
+from __future__ import annotations
+
+import json
+import os
+from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import asdict, dataclass
+
+import torch
+import torch.distributed as dist
+
+from fedharmony.engine.checkpoint import from_bytes, to_bytes
+from fedharmony.methods.base import Stage
+from fedharmony.transport.base import Transport
+from fedharmony.types import Failure, Record, Reply
+
+
+@dataclass(frozen=True)
+class Crew:
+    """The processes of a run.
+
+    Attributes:
+        rank: which of them this one is; rank 0 writes, evaluates and prints.
+        size: how many there are.
+        local_rank: which one on this host.
+    """
+
+    rank: int = 0
+    size: int = 1
+    local_rank: int = 0
+
+    @property
+    def leads(self) -> bool:
+        """Whether this process writes, evaluates and prints."""
+        return self.rank == 0
+
+
+def crew() -> Crew:
+    """What ``torchrun`` says about this process; a plain start is a crew of one.
+
+    >>> crew()
+    Crew(rank=0, size=1, local_rank=0)
+    """
+    found = {name: int(os.environ.get(name, d)) for name, d in _VARIABLES.items()}
+    return Crew(found["RANK"], found["WORLD_SIZE"], found["LOCAL_RANK"])
+
+
+_VARIABLES = {"RANK": 0, "WORLD_SIZE": 1, "LOCAL_RANK": 0}
+
+
+def join(device: torch.device) -> None:
+    """Meet the other processes, once: through NCCL on GPUs, through Gloo elsewhere."""
+    if not dist.is_initialized():
+        dist.init_process_group("nccl" if device.type == "cuda" else "gloo")
+
+
+class Processes:
+    """A transport that shares the clients of a stage among the processes of a crew."""
+
+    def __init__(self, own: Transport, members: Crew, device: torch.device) -> None:
+        self._own, self._crew, self._device = own, members, device
+        self.sizes: Sequence[int] = own.sizes
+
+    def exchange(
+        self, stage: Stage, round: int, messages: Mapping[int, Record]
+    ) -> Iterator[Reply | Failure]:
+        """Train this process's clients, then pass every answer around, in client order."""
+        size, rank = self._crew.size, self._crew.rank
+        mine = {k: message for k, message in messages.items() if k % size == rank}
+        answers = {a.client: a for a in self._own.exchange(stage, round, mine)}
+        for client in messages:
+            owner = client % size
+            sent = _pack(answers[client]) if owner == rank else None
+            received = self._pass(sent, owner)
+            # The owner keeps what it has: bytes bring tensors back bit by bit.
+            yield answers[client] if sent is not None else _unpack(received, self._device)
+
+    def _pass(self, data: bytes | None, owner: int) -> bytes:
+        """The owner's bytes, on every process."""
+        length = torch.tensor(0 if data is None else len(data), device=self._device)
+        dist.broadcast(length, owner)
+        buffer = torch.empty(int(length), dtype=torch.uint8, device=self._device)
+        if data is not None:
+            buffer.copy_(torch.frombuffer(bytearray(data), dtype=torch.uint8))
+        dist.broadcast(buffer, owner)
+        return b"" if data is not None else buffer.cpu().numpy().tobytes()
+
+
+def _pack(answer: Reply | Failure) -> bytes:
+    if isinstance(answer, Failure):
+        return to_bytes(Record(), failure=json.dumps(asdict(answer)))
+    record = answer.record.replace(scalars={"client": answer.client, "examples": answer.examples})
+    return to_bytes(record)
+
+
+def _unpack(data: bytes, device: torch.device) -> Reply | Failure:
+    header = json.loads(data[8 : 8 + int.from_bytes(data[:8], "little")])["__metadata__"]
+    if "failure" in header:
+        return Failure(**json.loads(header["failure"]))
+    record = from_bytes(data)
+    scalars = dict(record.scalars)
+    client, examples = int(scalars.pop("client")), int(scalars.pop("examples"))
+    return Reply(client, examples, Record(record.groups, scalars).to(device))

@@ -1,0 +1,86 @@
+"""One run over several processes."""
+
+from __future__ import annotations
+
+import json
+import socket
+import subprocess
+import sys
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+
+from fedharmony.transport.processes import _pack, _unpack
+from fedharmony.types import Failure, Record, Reply
+
+SMALL = [
+    *("data.train=90", "data.test=30", "split.clients=5", "split.min_size=5", "run.rounds=3"),
+    *("train.epochs=1", "engine.threads=1", "model.width=16", "model.depth=1", "model.heads=2"),
+    *("engine.device=cpu", "federation.participation=0.8", "engine.stack=1"),
+]
+
+
+def launch(processes: int, cwd: Path, *arguments: str) -> str:
+    with socket.socket() as free:
+        free.bind(("localhost", 0))
+        port = free.getsockname()[1]
+    command = [sys.executable, "-m", "torch.distributed.run", "--nproc-per-node", str(processes)]
+    command += ["--master-port", str(port), "-m", "fedharmony", *arguments]
+    done = subprocess.run(
+        command, capture_output=True, text=True, cwd=cwd, check=False, timeout=300
+    )
+    assert done.returncode == 0, done.stdout + done.stderr
+    return done.stdout
+
+
+def results(folder: Path) -> Any:
+    return json.loads((folder / "results.json").read_text())
+
+
+@pytest.mark.parametrize("method", ["fedcurv", "fedharmony"])
+def test_two_processes_give_the_bits_of_one(method: str, tmp_path: Path) -> None:
+    """Clients trained one by one sum in the same order wherever they are; both methods keep
+    something between rounds, on the clients and on the server."""
+    chosen = [*SMALL, f"run.method={method}", "federation.drop_rate=0.2"]
+    out = launch(2, tmp_path, "run", "demo", *chosen, "--out", "two", "--quiet")
+    assert out.count("prevalence") == 1  # one of them prints
+    done = subprocess.run(
+        [sys.executable, "-m", "fedharmony", "run", "demo", *chosen, "--out", "one", "--quiet"],
+        capture_output=True,
+        text=True,
+        cwd=tmp_path,
+        check=False,
+    )
+    assert done.returncode == 0, done.stderr
+    one, two = results(tmp_path / "one"), results(tmp_path / "two")
+    assert one["state_sha256"] == two["state_sha256"]
+    assert one["metrics"] == two["metrics"]
+    assert one["bytes_up"] == two["bytes_up"]
+    events = (tmp_path / "two" / "events.jsonl").read_text().splitlines()
+    assert len([e for e in events if '"event": "round"' in e]) == 3
+
+
+def test_answers_survive_the_way() -> None:
+    groups = {"params": {"w": torch.randn(3, 2)}, "odd": {"n": torch.tensor(4), "": torch.ones(1)}}
+    reply = Reply(7, 21, Record(groups, {"loss": 0.5, "steps": 3}))
+    found = _unpack(_pack(reply), torch.device("cpu"))
+    assert isinstance(found, Reply)
+    assert (found.client, found.examples, dict(found.record.scalars)) == (
+        7,
+        21,
+        reply.record.scalars,
+    )
+    for name, tensor in reply.record.tensors():
+        assert torch.equal(dict(found.record.tensors())[name], tensor)
+    failure = Failure(3, "update", 2, "ValueError: no (x.py:1)")
+    assert _unpack(_pack(failure), torch.device("cpu")) == failure
+
+
+def test_only_runs_are_shared(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    from test_cli import refuse
+
+    monkeypatch.setenv("WORLD_SIZE", "2")
+    assert "works in one process" in refuse(tmp_path, "compare", "demo")
+    assert "works in one process" in refuse(tmp_path, "tune", "demo")
