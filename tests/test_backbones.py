@@ -118,6 +118,10 @@ def test_the_input_normalisation_follows_the_weights(tmp_path: Path) -> None:
     assert ViT(ViT.Config(**silent), InputSpec(3, 8, 8)).mean == (0.5, 0.5, 0.5)
 
 
+class EntryNotFoundError(Exception):
+    """As the hub's own."""
+
+
 class FakeHub(types.ModuleType):
     """A hub with one model, and the cache of an earlier download."""
 
@@ -135,7 +139,7 @@ class FakeHub(types.ModuleType):
             raise ConnectionError("no route to the hub")
         path = self.folder / "remote" / model / file
         if not path.exists():
-            raise FileNotFoundError(f"{file} is not in {model}")
+            raise EntryNotFoundError(f"{file} is not in {model}")
         return str(path)
 
 
@@ -148,6 +152,22 @@ def test_weights_by_name(place: str, tmp_path: Path, monkeypatch: pytest.MonkeyP
     assert found.path == tmp_path / place / "timm" / "tiny" / "model.safetensors"
     assert found.mean == (0.1, 0.2, 0.3)
     assert bool(fake.asked) == (place == "remote")  # what is cached is not asked for
+
+
+def test_the_other_file_is_tried_only_where_the_first_is_not_there(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    fake = FakeHub(tmp_path, online=True)
+    monkeypatch.setitem(sys.modules, "huggingface_hub", fake)
+    folder = tmp_path / "remote" / "timm" / "old"
+    folder.mkdir(parents=True)
+    (folder / "pytorch_model.bin").write_bytes(b"x")
+    assert hub.fetch("old").name == "pytorch_model.bin"
+    offline = FakeHub(tmp_path, online=False)
+    monkeypatch.setitem(sys.modules, "huggingface_hub", offline)
+    with pytest.raises(ConfigError):
+        hub.fetch("old")
+    assert offline.asked == [("timm/old", "model.safetensors")]
 
 
 def test_a_name_that_cannot_be_fetched_says_what_to_do(

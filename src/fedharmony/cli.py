@@ -432,8 +432,10 @@ def main() -> None:
     # would starve our own work on a machine that is also busy otherwise.
     os.environ.setdefault("GOMP_SPINCOUNT", "2000")
     # What the data layer has to say (sizes before it writes, images it leaves out).
-    logging.basicConfig(format="%(message)s", level=logging.WARNING)
-    logging.getLogger("fedharmony").setLevel(logging.INFO)
+    logger = logging.getLogger("fedharmony")
+    logger.setLevel(logging.INFO)
+    if not logger.handlers:
+        logger.addHandler(logging.StreamHandler())
     try:
         app()
     except FedHarmonyError as error:

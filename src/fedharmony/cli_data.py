@@ -115,14 +115,15 @@ def prepare(
 
     loader = source(name, path, changes)
     side = loader.config.image_size
-    _, train, test = loader.annotations()
+    content = loader.annotations()
+    _, train, test = content
     size = in_bytes(Resize(side).nbytes(len(train) + len(test)))
     console = Console(highlight=False)
     console.print(
         f"{len(train):,} training and {len(test):,} test images at {side} × {side} pixels: {size}"
     )
     with decoding(quiet) as progress:
-        data = loader.load(progress)
+        data = loader.load(progress, content)
     lost = len(train) + len(test) - len(data.train) - len(data.test)
     left = f", {lost:,} unreadable ones left out" if lost else ""
     console.print(f"Ready: {len(data.train):,} training and {len(data.test):,} test images{left}.")

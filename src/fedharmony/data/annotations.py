@@ -96,6 +96,10 @@ class Check:
         return all(line.ok for line in self.lines)
 
 
+#: Class names, training part, test part.
+Content: typing.TypeAlias = tuple[tuple[str, ...], Annotated, Annotated]
+
+
 class FileSource(Source):
     """A loader of the user's own copy of a data set.
 
@@ -123,7 +127,7 @@ class FileSource(Source):
     config: Config
 
     @abstractmethod
-    def annotations(self) -> tuple[tuple[str, ...], Annotated, Annotated]:
+    def annotations(self) -> Content:
         """Class names, training part and test part; reads no image.
 
         Raises:
@@ -187,29 +191,33 @@ class FileSource(Source):
                 f"{holds} at the top. {self.obtain()}"
             )
 
-    def load(self, progress: Callable[[int, int], None] | None = None) -> DataSet:
+    def load(
+        self, progress: Callable[[int, int], None] | None = None, content: Content | None = None
+    ) -> DataSet:
         """Read the annotations, and decode the images or take them from the cache.
 
         Args:
             progress: Called with the number of images decoded and to be decoded, for the training
                 part and then for the test part; not at all for cached images.
+            content: What :meth:`annotations` gave, if it has been asked before.
         """
-        classes, train, test = self.annotations()
-        for part, data in (("training", train), ("test", test)):
-            self._refuse_missing(part, data)
+        content = content or self.annotations()
+        self.refuse_missing(content)
+        classes, train, test = content
         return DataSet(
             self.name, classes, self._images(train, progress), self._images(test, progress)
         )
 
-    def _refuse_missing(self, part: str, data: Annotated) -> None:
+    def refuse_missing(self, content: Content) -> None:
         """Tell about missing images before the others are decoded."""
-        absent = _missing(data.files)
-        if absent and self.config.unreadable == "error":
-            names = _some([data.files.name(i) for i in absent])
-            raise DataError(
-                f"Data set {self.name!r} lacks {len(absent):,} of {len(data):,} {part} images: "
-                f'{names}. {self.obtain()} Or set data.unreadable = "skip" to leave them out.'
-            )
+        for part, data in (("training", content[1]), ("test", content[2])):
+            absent = _missing(data.files)
+            if absent and self.config.unreadable == "error":
+                names = _some([data.files.name(i) for i in absent])
+                raise DataError(
+                    f"Data set {self.name!r} lacks {len(absent):,} of {len(data):,} {part} images: "
+                    f'{names}. {self.obtain()} Or set data.unreadable = "skip" to leave them out.'
+                )
 
     def _images(
         self, data: Annotated, progress: Callable[[int, int], None] | None

@@ -34,7 +34,7 @@ from fedharmony.metrics import (
     structure_metrics,
     trivial_baselines,
 )
-from fedharmony.models.base import InputSpec, Model, models
+from fedharmony.models.base import Backbone, InputSpec, Model, models
 from fedharmony.partition.annotation import client_known
 from fedharmony.partition.base import Partition, splitters
 from fedharmony.partition.feature_skew import feature_skew, skewed_images
@@ -209,12 +209,26 @@ def as_clients_see(data: DataSet, partition: Partition, settings: Settings) -> D
     return replace(data, train=train)
 
 
-def load_data(settings: Settings, observe: Observer) -> DataSet:
-    """The data set; images that must be decoded first say so as events."""
+def load_data(settings: Settings, observe: Observer, partition_file: Path | None) -> DataSet:
+    """The data set; images that must be decoded first say so as events.
+
+    An hour of decoding should not end in a split that cannot be made, or in weights that cannot be
+    read: with image files, both are tried on the annotations first.
+    """
     source = datasets[settings.data.common.name](settings.data.own)
-    if isinstance(source, FileSource):
-        return source.load(lambda d, n: observe({"event": "decode", "done": d, "total": n}))
-    return source.load()
+    if not isinstance(source, FileSource):
+        return source.load()
+    content = source.annotations()
+    source.refuse_missing(content)
+    draw_partition(settings, content[1].labels, content[1].users, partition_file)
+    side = source.config.image_size
+    make_backbone(settings, (3, side, side)).init(torch_rng(0, "model"))
+    return source.load(lambda d, n: observe({"event": "decode", "done": d, "total": n}), content)
+
+
+def make_backbone(settings: Settings, shape: tuple[int, int, int]) -> Backbone:
+    """The backbone for images of a shape."""
+    return models[settings.model.common.name](settings.model.own, InputSpec(*shape))
 
 
 def assemble(
@@ -228,15 +242,13 @@ def assemble(
     if settings.engine.threads is not None:
         torch.set_num_threads(settings.engine.threads)
     torch.set_float32_matmul_precision("high" if settings.engine.tf32 else "highest")
-    data = on_device(data or load_data(settings, observe), device)
+    data = on_device(data or load_data(settings, observe, partition_file), device)
     partition = draw_partition(settings, data.train.labels, data.train.users, partition_file)
     clients: Sequence[Index] = partition.indices
     if settings.split.common.holdout > 0:
         clients, held = hold_out(partition, settings.split.common.holdout)
         data = replace(data, test=data.train.subset(held))
-    backbone = models[settings.model.common.name](
-        settings.model.own, InputSpec(*data.train.images.shape)
-    )
+    backbone = make_backbone(settings, data.train.images.shape)
     run, train, federation = settings.run, settings.training, settings.federation
     task = Task(
         classes=len(data.classes),

@@ -244,9 +244,9 @@ class Settings:
         Its rounds see as many images as a cohort's would: epochs are scaled by the share of the
         clients that take part.
         """
-        share = self.federation.participation
-        if self.federation.cohort is not None and self.split.common.clients is not None:
-            share = self.federation.cohort / self.split.common.clients
+        share, clients = self.federation.participation, self.split.common.clients
+        if self.federation.cohort is not None:  # of natural users it is a small part: one epoch
+            share = self.federation.cohort / clients if clients is not None else 0.0
         train = replace(self.train, epochs=max(1, round(self.train.epochs * share)))
         split = replace(self.split.common, name="iid", clients=1, file=None, transforms=())
         federation = replace(self.federation, participation=1.0, cohort=None, drop_rate=0.0)

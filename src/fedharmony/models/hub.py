@@ -74,7 +74,9 @@ def fetch(name: str) -> Path:
             path = Path(hub.hf_hub_download(model, file))
         except Exception as error:  # the hub's own errors, and those of the network below it
             failure = failure or error
-            continue
+            if type(error).__name__ not in ("EntryNotFoundError", "RemoteEntryNotFoundError"):
+                break  # the model may be there, but cannot be reached
+            continue  # the model has no such file, but perhaps the other
         try:
             hub.hf_hub_download(model, "config.json")
         except Exception:  # a model without one keeps the default normalisation

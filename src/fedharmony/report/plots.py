@@ -659,10 +659,11 @@ def _shrink(values: Array, reduce: Callable[..., Array], most: int = MOST_CELLS)
         length = values.shape[axis]
         if length > most:
             ends = [length * (i + 1) // most for i in range(most)]
-            parts = [range(a, b) for a, b in zip([0, *ends], ends, strict=False)]
+            along = np.moveaxis(values, axis, 0)  # a view: taking along a far axis would copy all
+            parts = [along[a:b] for a, b in zip([0, *ends], ends, strict=False)]
             with warnings.catch_warnings():
                 warnings.filterwarnings("ignore", "Mean of empty slice|All-NaN", RuntimeWarning)
-                blocks = [reduce(values.take(p, axis=axis), axis=axis) for p in parts]
+                blocks = [reduce(part, axis=0) for part in parts]
             values = np.stack(blocks, axis=axis)
     return values
 
