@@ -702,3 +702,17 @@ def test_decoding_is_announced_once_for_each_part() -> None:
             show({"event": "decode", "done": done, "total": total})
     lines = out.getvalue().splitlines()
     assert [line.split(";")[0] for line in lines] == ["decoding 300 images", "decoding 100 images"]
+
+
+def test_losses_of_another_kind_are_shown_relative(tmp_path: Path) -> None:
+    """A method that sums over images and labels would squeeze the others to a line at zero."""
+    write_fake_comparison(tmp_path, ("fedavg", "fedlgt"), (0,), rounds=4)
+    page = write_report(tmp_path).read_text()
+    assert "relative to the first round" not in page
+    log = next(tmp_path.glob("fedlgt/*/events.jsonl"))
+    events = [json.loads(line) for line in log.read_text().splitlines()]
+    for event in events:
+        if event["event"] == "round":
+            event["train_loss"] *= 320
+    log.write_text("".join(json.dumps(event) + "\n" for event in events))
+    assert "Training loss, relative to the first round" in write_report(tmp_path).read_text()

@@ -244,6 +244,18 @@ def _render(subject: _Subject, home: Path) -> str:
 # ------------------------------------------------------------------------------------ words
 
 
+def _comparable(series: Sequence[Series]) -> bool:
+    """Whether losses are of one kind: a method that sums where others average is far off."""
+    first = [c[min(c)] for s in series for c in s.curves if c and c[min(c)] > 0]
+    return not first or max(first) < 10 * min(first)
+
+
+def _relative(series: Series) -> Series:
+    """Curves in units of their own first value."""
+    curves = tuple({t: v / c[min(c)] for t, v in c.items()} if c else c for c in series.curves)
+    return Series(series.name, series.slot, curves)
+
+
 def _percent(value: float) -> str:
     return f"{100 * value:.1f}\u202f%" if math.isfinite(value) else "–"
 
@@ -534,6 +546,8 @@ def _curves(subject: _Subject) -> Section | None:
         ("round", "train_loss", "Training loss"),
     ):
         series = subject.series(group, key)
+        if key == "train_loss" and not _comparable(series):
+            series, title = [_relative(s) for s in series], f"{title}, relative to the first round"
         if any(any(s.curves) for s in series):
             name = f"curve-{len(pictures)}"
             pictures.append(plots.curve(name, title, series, rounds=subject.rounds, zoom=zoom))
