@@ -189,7 +189,7 @@ def fake_scores(
 
 def test_first_the_rate_then_the_setting(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
     changes = ["tune.lr=[0.1, 0.01, 0.001]", "tune.rounds=5", "tune.fedprox.mu=[0.1, 1.0]"]
-    settings = load_settings("demo", [*changes, "train.lr=0.01"])
+    settings = load_settings("demo", [*changes, "train.lr=0.01", "methods.fedprox.mu=0.01"])
     scores = {
         (0.001, 0.01): 0.3,
         (0.01, 0.01): 0.6,
@@ -230,7 +230,7 @@ def test_first_the_rate_then_the_setting(monkeypatch: pytest.MonkeyPatch, tmp_pa
 def test_a_default_that_wins_is_not_written(
     monkeypatch: pytest.MonkeyPatch, tmp_path: Path
 ) -> None:
-    settings = load_settings("demo", ["tune.lr=[0.001]"])
+    settings = load_settings("demo", ["tune.lr=[0.001]", "methods.fedprox.mu=0.01"])
     fake_scores(monkeypatch, {(0.001, 0.01): 0.8, (0.001, 0.1): float("nan")})
     (prox,) = Search(settings, ["fedprox"], tmp_path).run(lambda i, run: lambda event: None)
     assert (prox.value, prox.default, prox.score) == (None, 0.01, 0.8)
