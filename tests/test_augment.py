@@ -11,9 +11,8 @@ from fedharmony.data.augment import (
     augment,
     crop,
     draw_changes,
-    luminance,
-    turn_hue,
 )
+from fedharmony.data.colour import grey_level, turn_hue
 
 ALL = AugmentSettings(flip=True, crop=0.3, brightness=0.4, contrast=0.4, saturation=0.4, hue=0.1)
 
@@ -106,7 +105,7 @@ def test_a_third_of_a_turn_exchanges_the_channels_and_a_whole_one_changes_nothin
     third = turn_hue(pictures, torch.full((2,), 1 / 3))
     torch.testing.assert_close(third, pictures.roll(1, dims=-3), atol=1e-2, rtol=0)
     torch.testing.assert_close(turn_hue(pictures, torch.ones(2)), pictures, atol=1e-2, rtol=0)
-    grey = luminance(pictures).expand(pictures.shape)
+    grey = grey_level(pictures).expand(pictures.shape)
     torch.testing.assert_close(turn_hue(grey, torch.full((2,), 0.3)), grey)
 
 

@@ -502,3 +502,23 @@ def test_help(tmp_path: Path) -> None:
     for command in (["data"], ["data", "check"], ["data", "prepare"], ["partition"], ["models"]):
         assert "Usage" in succeed(tmp_path, *command, "--help")
     assert "partition" in succeed(tmp_path, "--help")
+
+
+@pytest.mark.parametrize(
+    ("change", "words"),
+    [
+        ("split.clients=10000", "Cannot split"),
+        ("model.weights=nowhere.safetensors", "does not exist"),
+        ("data.image_size=30", "cannot be cut into patches"),
+    ],
+)
+def test_what_cannot_work_is_refused_before_an_image_is_decoded(
+    change: str, words: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    def never(*arguments: Any, **options: Any) -> Any:
+        raise AssertionError("no image is decoded for this")
+
+    write_voc(tmp_path)
+    monkeypatch.setattr("fedharmony.data.annotations.decoded", never)
+    options = [*TINY, f"data.path={tmp_path}", "split.clients=2", change]
+    assert words in refuse(tmp_path, "run", "voc2007", *options)

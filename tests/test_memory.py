@@ -5,6 +5,7 @@ from __future__ import annotations
 import subprocess
 import sys
 from pathlib import Path
+from typing import Any
 
 import pytest
 import torch
@@ -14,6 +15,9 @@ from torch import Tensor
 
 from fedharmony.engine.memory import ClientMemory
 from fedharmony.errors import CheckpointError
+from fedharmony.experiments import run
+from fedharmony.experiments.folder import RunFolder
+from fedharmony.experiments.settings import load_settings
 
 
 def number(value: float) -> dict[str, Tensor]:
@@ -292,3 +296,19 @@ def test_many_clients_do_not_fill_the_memory(
     memory.rewind(0)
     assert memory.nbytes == 0
     assert files(tmp_path) == []
+
+
+def test_a_completed_run_leaves_no_memory_behind(tmp_path: Path) -> None:
+    """While it runs every client heard has a file; a completed run needs none of them."""
+    small = ["data.train=60", "data.test=20", "split.clients=3", "train.epochs=1", "run.rounds=2"]
+    shape = ["model.width=16", "model.depth=1", "model.heads=2", "engine.threads=1"]
+    chosen = load_settings("demo", [*small, *shape, "run.method=fedcurv"])
+    seen: list[int] = []
+
+    def watch(event: dict[str, Any]) -> None:
+        if event["event"] == "round":
+            seen.append(len(list((tmp_path / "run" / "memory").glob("*/*.safetensors"))))
+
+    run.start(chosen, RunFolder(tmp_path / "run"), watch)
+    assert min(seen) > 0
+    assert not list((tmp_path / "run" / "memory").glob("*/*.safetensors"))

@@ -716,3 +716,14 @@ def test_losses_of_another_kind_are_shown_relative(tmp_path: Path) -> None:
             event["train_loss"] *= 320
     log.write_text("".join(json.dumps(event) + "\n" for event in events))
     assert "Training loss, relative to the first round" in write_report(tmp_path).read_text()
+
+
+def test_costs_in_the_table_are_means_over_rounds(tmp_path: Path) -> None:
+    folder = write_fake_comparison(tmp_path, ("fedavg",), (0,), rounds=3)
+    view = load_comparison(folder)
+    (run,) = view.groups["fedavg"]
+    (row,) = table_of(view.groups).runs
+    for key in ("seconds", "bytes_up", "bytes_down"):
+        rounds = [e[key] for e in events_of(run.folder) if e["event"] == "round"]
+        assert len(rounds) == 3
+        assert row.values[key] == pytest.approx(sum(rounds) / 3)

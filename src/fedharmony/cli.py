@@ -1,4 +1,4 @@
-"""The command line: ``fedharmony demo | run | resume | compare | report | list``."""
+"""The command line: training, comparing and reporting; :mod:`fedharmony.cli_data` has the rest."""
 
 from __future__ import annotations
 
@@ -8,7 +8,8 @@ import logging
 import os
 import shlex
 import sys
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager
 from enum import StrEnum
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, Any
@@ -94,6 +95,21 @@ def _guarded(folder: Path, work: Callable[[], Any]) -> Any:
         typer.echo(
             f"\nStopped. Every finished round is saved; go on with\n  fedharmony resume "
             f"{shlex.quote(str(folder))}",
+            err=True,
+        )
+        raise typer.Exit(130) from None
+
+
+@contextmanager
+def _repeatable(folder: Path) -> Iterator[None]:
+    """A sequence of runs: Ctrl-C says that the same command goes on."""
+    try:
+        yield
+    except KeyboardInterrupt:
+        command = shlex.join(["fedharmony", *sys.argv[1:]])
+        typer.echo(
+            f"\nStopped. Finished runs and rounds are kept in {folder}; the same command goes on:\n"
+            f"  {command}",
             err=True,
         )
         raise typer.Exit(130) from None
@@ -248,16 +264,8 @@ def tune(
             progress.begin(i + 1, search.size, f"{planned.label} {planned.folder.path.name}")
             return progress
 
-        try:
+        with _repeatable(folder):
             found = search.run(observer)
-        except KeyboardInterrupt:
-            command = shlex.join(["fedharmony", *sys.argv[1:]])
-            typer.echo(
-                f"\nStopped. Finished trials are kept in {folder}; the same command goes on:\n"
-                f"  {command}",
-                err=True,
-            )
-            raise typer.Exit(130) from None
     table = Table(box=None, pad_edge=False)
     for heading in ("Method", "lr", "setting", f"{CRITERION} before", f"{CRITERION} found", ""):
         table.add_column(heading, justify="left" if heading in ("Method", "setting") else "right")
@@ -316,16 +324,8 @@ def _compare(
             progress.begin(i + 1, len(planned), f"{planned_run.label} seed {planned_run.seed}")
             return progress
 
-        try:
+        with _repeatable(folder):
             comparison.execute(planned, observer)
-        except KeyboardInterrupt:
-            command = shlex.join(["fedharmony", *sys.argv[1:]])
-            typer.echo(
-                f"\nStopped. Finished runs and rounds are kept in {folder}; the same command goes "
-                f"on:\n  {command}",
-                err=True,
-            )
-            raise typer.Exit(130) from None
     table = table_of(load_comparison(folder).groups)
     for suffix, text in (
         ("md", table.to_markdown()),

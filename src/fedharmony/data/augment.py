@@ -20,10 +20,8 @@ import torch.nn.functional as F
 from annotated_types import Ge, Gt, Le
 from torch import Tensor
 
+from fedharmony.data.colour import grey_level, turn_hue
 from fedharmony.types import Tensors
-
-#: Weights of red, green and blue in the brightness of a pixel (ITU-R BT.601).
-LUMA = (0.299, 0.587, 0.114)
 
 
 @dataclass(frozen=True)
@@ -123,39 +121,10 @@ def crop(images: Tensor, changes: Mapping[str, Tensor]) -> Tensor:
 def _contrasts(images: Tensor, changes: Mapping[str, Tensor]) -> Tensor:
     """Brightness, contrast and saturation, in this order."""
     images = (images * _per_image(changes["brightness"])).clamp(0, 255)
-    mean = luminance(images).mean((-2, -1), keepdim=True)
+    mean = grey_level(images).mean((-2, -1), keepdim=True)
     images = (mean + _per_image(changes["contrast"]) * (images - mean)).clamp(0, 255)
-    grey = luminance(images)
+    grey = grey_level(images)
     return (grey + _per_image(changes["saturation"]) * (images - grey)).clamp(0, 255)
-
-
-def luminance(images: Tensor) -> Tensor:
-    """Brightness (..., 1, H, W) of colour images (..., 3, H, W)."""
-    weights = torch.tensor(LUMA, device=images.device).view(3, 1, 1)
-    return (images * weights).sum(-3, keepdim=True)
-
-
-def turn_hue(images: Tensor, turns: Tensor) -> Tensor:
-    """Turn the hue by ``turns`` full turns; lightness (max) and saturation stay.
-
-    >>> red = torch.tensor([255.0, 0.0, 0.0]).view(3, 1, 1)
-    >>> turn_hue(red, torch.tensor(1 / 3)).flatten().round().tolist()  # to green
-    [0.0, 255.0, 0.0]
-    """
-    high, low = images.amax(-3), images.amin(-3)
-    spread = (high - low).clamp(min=1e-6)
-    red, green, blue = images.unbind(-3)
-    hue = torch.where(
-        high == red,
-        (green - blue) / spread,
-        torch.where(high == green, 2 + (blue - red) / spread, 4 + (red - green) / spread),
-    )
-    hue = (hue / 6 + turns[..., None, None]) % 1.0 * 6
-    channels = []
-    for offset in (5.0, 3.0, 1.0):  # high − spread · max(0, min(k, 4 − k, 1)), k = offset + hue
-        k = (offset + hue) % 6
-        channels.append(high - (high - low) * torch.minimum(k, 4 - k).clamp(0, 1))
-    return torch.stack(channels, dim=-3)
 
 
 def _per_image(values: Tensor) -> Tensor:

@@ -30,6 +30,7 @@ from torch import Tensor
 from torch.nn import functional as F
 
 from fedharmony.data.base import Images, TensorImages
+from fedharmony.data.colour import grey_level, turn_hue
 from fedharmony.errors import ConfigError, DataError, nearest
 from fedharmony.types import Index
 
@@ -60,7 +61,7 @@ def contrast(images: Tensor, factor: float) -> Tensor:
     >>> contrast(halves, 0.5)[0]
     tensor([[ 50, 150]], dtype=torch.uint8)
     """
-    mean = _grey_level(images).double().mean((-3, -2, -1), keepdim=True).float()
+    mean = grey_level(images).double().mean((-3, -2, -1), keepdim=True).float()
     return _levels(mean + factor * (images.float() - mean))
 
 
@@ -70,33 +71,17 @@ def grey(images: Tensor) -> Tensor:
     >>> grey(torch.tensor([200, 100, 0], dtype=torch.uint8).view(3, 1, 1)).flatten()
     tensor([118, 118, 118], dtype=torch.uint8)
     """
-    return _levels(_grey_level(images)).expand_as(images).contiguous()
+    return _levels(grey_level(images)).expand_as(images).contiguous()
 
 
 def hue(images: Tensor, turn: float) -> Tensor:
     """Add ``turn`` (1 is a full circle) to the hue of ``(..., 3, H, W)``; S and V of HSV stay.
 
-    With V the largest channel, Δ = V − smallest, and the hue h in sixths of the circle from red,
-    channel R, G, B is V − Δ · clip(min(k, 4 − k), 0, 1) with k = (n + h) mod 6 and n = 5, 3, 1.
-
     >>> red = torch.tensor([255, 0, 0], dtype=torch.uint8).view(3, 1, 1)
     >>> hue(red, 1 / 3).flatten(), hue(red, 0.1).flatten()   # green; 36° of the 60° to yellow
     (tensor([  0, 255,   0], dtype=torch.uint8), tensor([255, 153,   0], dtype=torch.uint8))
     """
-    red, green, blue = images.float().unbind(-3)
-    value = torch.maximum(torch.maximum(red, green), blue)
-    spread = value - torch.minimum(torch.minimum(red, green), blue)
-    unit = spread.clamp_min(1)  # without spread there is no hue, and any will do
-    sixths = torch.where(
-        value == red,
-        (green - blue) / unit,
-        torch.where(value == green, 2 + (blue - red) / unit, 4 + (red - green) / unit),
-    )
-    turned = []
-    for n in (5, 3, 1):
-        k = (n + sixths + 6 * turn).remainder(6)
-        turned.append(value - spread * torch.minimum(k, 4 - k).clamp(0, 1))
-    return _levels(torch.stack(turned, dim=-3))
+    return _levels(turn_hue(images, turn))
 
 
 def blur(images: Tensor, sigma: float, radius: int) -> Tensor:
@@ -168,13 +153,6 @@ def _weighted(planes: list[Tensor], weights: list[float]) -> Tensor:
     for plane, weight in zip(planes, weights, strict=True):
         total += weight * plane
     return total
-
-
-def _grey_level(images: Tensor) -> Tensor:
-    """0.299 R + 0.587 G + 0.114 B, float32 ``(..., 1, H, W)``."""
-    red, green, blue = images.float().unsqueeze(-3).unbind(-4)
-    grey_level: Tensor = 0.299 * red + 0.587 * green + 0.114 * blue
-    return grey_level
 
 
 def _levels(values: Tensor) -> Tensor:

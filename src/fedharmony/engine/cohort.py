@@ -143,12 +143,8 @@ class Cohort:
             params = narrow(tensors, width)
             leaves = [tensor.requires_grad_() for tensor in params.values()]
             optimiser = local_optimiser(self.settings, leaves, optimiser)
-            groups, carry, constant = (
-                message.first(width),
-                narrow(carry, width),
-                narrow(fixed, width),
-            )
-            start = narrow(received, width)
+            groups, carry = message.first(width), narrow(carry, width)
+            start, constant = narrow(received, width), narrow(fixed, width)
             steps = (self._index(plan, step, width) for step in range(first, last))
             for step, (index, pixels) in enumerate(self._gathered(steps), start=first):
                 batch = self._batch(index, narrow(weights, width))
@@ -366,11 +362,15 @@ class Cohort:
         return Batch(labels, rows, counted, weights.get("positive", ()))
 
     def _label_weights(self, clients: Sequence[int]) -> Tensors:
-        """Per client (M, C): the factor on positives and, where settings ask, on absent labels."""
-        settings, counts = self.method.task.loss, [self._counts(k) for k in clients]
-        weights = {"positive": torch.stack([positive_weights(settings, *c) for c in counts])}
+        """Per client (M, C), where the loss asks for them: factors on positives, absent labels."""
+        settings = self.method.task.loss
+        weights: Tensors = {}
+        if settings.name == "balanced":
+            found = [positive_weights(settings, *self._counts(k)) for k in clients]
+            weights["positive"] = torch.stack(found)
         if settings.absent_label_weight != 1.0:
-            weights["label"] = torch.stack([label_weights(settings, c[0]) for c in counts])
+            found = [label_weights(settings, self._counts(k)[0]) for k in clients]
+            weights["label"] = torch.stack(found)
         return weights
 
     def _counts(self, client: int) -> tuple[Tensor, Tensor]:

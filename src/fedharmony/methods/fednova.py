@@ -32,6 +32,7 @@ from torch import Tensor
 from fedharmony.aggregate import ModelMean, RunningMean
 from fedharmony.errors import ConfigError
 from fedharmony.methods.base import Groups, Method, Outcome, Task, methods, stacked
+from fedharmony.methods.fedprox import proximal
 from fedharmony.types import BUFFERS, PARAMS, Record, Reply, Tensors
 
 MOMENTUM = "momentum"  # state: the server's momentum buffer, float64
@@ -93,9 +94,7 @@ class FedNova(Method):
         carry: Tensors,
     ) -> Tensors:
         """``μ (θ − θ^t)`` of a proximal local objective."""
-        if self.config.mu == 0:
-            return {}
-        return {name: self.config.mu * (params[name] - start[name]) for name in params}
+        return proximal(self.config.mu, params, start)
 
     def work(self, steps: int) -> float:
         """‖a_k‖₁ after τ local steps.

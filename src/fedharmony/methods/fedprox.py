@@ -57,6 +57,9 @@ class FedProx(Method):
         carry: Tensors,
     ) -> Tensors:
         """``μ (θ − θ^t)``: the gradient of ``(μ/2) ‖θ − θ^t‖²``, defined at θ = θ^t too."""
-        if self.config.mu == 0:
-            return {}
-        return {name: self.config.mu * (params[name] - start[name]) for name in params}
+        return proximal(self.config.mu, params, start)
+
+
+def proximal(mu: float, params: Mapping[str, Tensor], start: Mapping[str, Tensor]) -> Tensors:
+    """``μ (θ − θ^t)``; nothing at all for μ = 0."""
+    return {name: mu * (params[name] - start[name]) for name in params} if mu else {}
