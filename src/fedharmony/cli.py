@@ -181,7 +181,7 @@ def resume(
     ] = None,
     quiet: Quiet = False,
 ) -> None:
-    """Continue a run that was stopped or killed; the result is the same to the bit.
+    """Continue a run that was stopped or killed; on a CPU the result is the same to the bit.
 
     Example: `fedharmony resume runs/demo-fedharmony-seed0`
     """

@@ -331,7 +331,7 @@ def start(settings: Settings, folder: RunFolder, observe: Observer) -> Results:
 
 
 def resume(folder: RunFolder, observe: Observer, device: str | None = None) -> Results:
-    """Continue a run where its last checkpoint stands; the result is the same to the bit.
+    """Continue a run where its last checkpoint stands; on a CPU the result is the same to the bit.
 
     A completed run is left alone; its results are returned. On another ``device`` than the run
     began on, results agree up to rounding.
