@@ -59,6 +59,12 @@ def _shrunk(matrix: np.ndarray, scale: float, noise: float, rng: np.random.Gener
     return out
 
 
+def _shares(counts: np.ndarray, sizes: np.ndarray) -> np.ndarray:
+    """Label shares of clients, largest first, in at most 400 groups."""
+    rows = (counts / np.maximum(sizes, 1)[:, None])[np.argsort(-sizes, kind="stable")]
+    return np.stack([part.mean(0) for part in np.array_split(rows, min(len(rows), 400))])
+
+
 def _harmonic(a: float, b: float) -> float:
     return 2 * a * b / (a + b) if a + b else 0.0
 
@@ -334,7 +340,7 @@ def write_fake_run(
         "true_defined": defined,
         "learned": learned.astype(np.float32),
         "learned_hard": _shrunk(true, 0.85, 0.08, run).astype(np.float32),
-        "client_label_counts": counts,
+        "client_label_shares": _shares(counts, sizes),
         "client_sizes": sizes.astype(np.int64),
     }
     if harmony:

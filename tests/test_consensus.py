@@ -12,7 +12,13 @@ from torch import Tensor
 
 from fedharmony import consensus
 from fedharmony.consensus import Consensus, ConsensusSums, Uploads, consolidate
-from fedharmony.correlation import Moments, correlation, label_correlation, score_moments
+from fedharmony.correlation import (
+    Moments,
+    correlation,
+    label_correlation,
+    pack_upper,
+    score_moments,
+)
 from fedharmony.errors import ConfigError, DataError
 
 F64 = torch.float64
@@ -33,14 +39,11 @@ class Table:
 
     @property
     def uploads(self) -> Uploads:
-        return Uploads(self.matrices, self.examples, self.supports, self.moments.first, self.ages)
+        upper = pack_upper(self.matrices)
+        return Uploads(upper, self.examples, self.supports, self.moments.first, self.ages)
 
     def consolidate(self, operator: str, **options: float) -> Consensus:
-        matrices, *rest = self.uploads
-        names = ("examples", "supports", "marginals", "ages")
-        return consolidate(
-            matrices, operator=operator, **dict(zip(names, rest, strict=True)), **options
-        )
+        return consolidate(**self.uploads._asdict(), operator=operator, **options)
 
 
 def make_table(clients: int, classes: int, seed: int, ties: bool = False) -> Table:
@@ -157,28 +160,33 @@ def test_weights_by_hand():
         "ages": torch.tensor([0, 0, 2]),
     }
     for operator, expected in (("mean", 0.379715), ("size", 0.559008), ("support", 0.635414)):
-        result = consolidate(matrices, operator=operator, **arguments)
+        result = consolidate(pack_upper(matrices), operator=operator, **arguments)
         assert result.full()[0][0, 1].item() == pytest.approx(expected, abs=1e-6)
     arguments["supports"][2, 0] = False  # the old client does not predict label 0
-    matrix, known = consolidate(matrices, operator="support", **arguments).without(1)
+    result = consolidate(pack_upper(matrices), operator="support", **arguments)
+    matrix, known = result.without(1)
     assert known.tolist() == [[False, False], [False, True]]
     assert matrix.tolist() == [[0, 0], [0, pytest.approx(0.7, abs=1e-15)]]
 
 
-def test_pooled_is_the_correlation_of_all_images():
+@pytest.mark.parametrize(("eps", "clamp"), [(1e-6, 1e-4), (0.0, 0.2)])
+def test_pooled_is_the_correlation_of_all_images(eps, clamp):
     """Pooling moments gives what one client with all images would have computed."""
-    scores = torch.rand(60, 4, generator=torch.Generator().manual_seed(0), dtype=F64)
+    scores = torch.rand(60, 4, generator=torch.Generator().manual_seed(0), dtype=F64) ** 6
+    options = {"eps": eps, "clamp": clamp}  # marginals of about 0.14, below the larger clamp
     parts = [scores[:10], scores[10:15], scores[15:]]
     moments = [score_moments(part) for part in parts]
     result = consolidate(
-        torch.stack([correlation(m) for m in moments]),
+        pack_upper(torch.stack([correlation(m, **options) for m in moments])),
         operator="pooled",
+        **options,
         examples=torch.tensor([10, 5, 45]),
         marginals=torch.stack([m.first for m in moments]),
     )
-    torch.testing.assert_close(result.full()[0], correlation(score_moments(scores)))
+    torch.testing.assert_close(result.full()[0], correlation(score_moments(scores), **options))
     others = torch.cat((parts[0], parts[2]))
-    torch.testing.assert_close(result.without(1)[0], correlation(score_moments(others)))
+    expected = correlation(score_moments(others), **options)
+    torch.testing.assert_close(result.without(1)[0], expected)
 
 
 @pytest.mark.parametrize("operator", OPERATORS)
@@ -219,7 +227,7 @@ def test_empty_table_knows_nothing(operator):
 def test_table_and_stream_agree_to_the_last_bit(operator, chunk, monkeypatch):
     table = make_table(61, 5, 7)
     expected = table.consolidate(operator)
-    monkeypatch.setattr(consensus, "_CHUNK", chunk)
+    monkeypatch.setattr(consensus, "numbers_at_once", lambda device: chunk)
     chunked = table.consolidate(operator)
     sums = ConsensusSums(5, operator)
     for start, stop in ((0, 1), (1, 30), (30, 32), (32, 61)):
@@ -238,15 +246,15 @@ def test_table_and_stream_agree_to_the_last_bit(operator, chunk, monkeypatch):
 def test_order_statistics_do_not_depend_on_chunks_or_order(operator, monkeypatch):
     table = make_table(20, 5, 1)
     expected = table.consolidate(operator).full()[0]
-    monkeypatch.setattr(consensus, "_CHUNK", 60)
-    reverse = consolidate(table.matrices.flip(0), operator=operator).full()[0]
+    monkeypatch.setattr(consensus, "numbers_at_once", lambda device: 60)
+    reverse = consolidate(pack_upper(table.matrices.flip(0)), operator=operator).full()[0]
     assert torch.equal(reverse, expected)
 
 
 def test_python_numbers_serve_for_one_client():
     sums = ConsensusSums(2, "size")
-    sums.add(Uploads(torch.full((2, 2), 0.5), examples=3, ages=1))
-    sums.add(Uploads(torch.full((2, 2), 0.0), examples=3))
+    sums.add(Uploads(torch.full((3,), 0.5), examples=3, ages=1))
+    sums.add(Uploads(torch.full((3,), 0.0), examples=3))
     assert sums.mean()[0][0, 1].item() == pytest.approx(0.5 * 0.9 / 1.9)
 
 
@@ -256,8 +264,8 @@ def test_faded_clients_are_unknown_instead_of_rounding(age):
     weight w, (1 + w) − 1 leaves seven digits, a wrong value, nothing. Without the fresh client the
     entry is unknown; without the old one it is known, and so is the whole.
     """
-    matrices = torch.tensor([0.2, -0.6])[:, None, None].expand(2, 2, 2)
-    result = consolidate(matrices, operator="mean", ages=torch.tensor([0, age]))
+    upper = torch.tensor([0.2, -0.6])[:, None].expand(2, 3)
+    result = consolidate(upper, operator="mean", ages=torch.tensor([0, age]))
     matrix, known = result.without(0)
     assert not known.any()
     assert not matrix.any()
@@ -267,8 +275,8 @@ def test_faded_clients_are_unknown_instead_of_rounding(age):
 
 
 def test_common_age_does_not_matter():
-    matrices = torch.tensor([0.2, -0.6])[:, None, None].expand(2, 2, 2)
-    stale = consolidate(matrices, operator="mean", ages=torch.tensor([6000, 6000]))
+    upper = torch.tensor([0.2, -0.6])[:, None].expand(2, 3)
+    stale = consolidate(upper, operator="mean", ages=torch.tensor([6000, 6000]))
     assert stale.full()[0][0, 1].item() == pytest.approx(-0.2)
     assert stale.without(0)[0][0, 1].item() == pytest.approx(-0.6)
 
@@ -285,10 +293,10 @@ def test_entry_told_by_one_client_alone_is_unknown_without_it():
 
 
 def test_result_is_clipped():
-    matrices = torch.full((3, 2, 2), 1.5)
-    matrices[0] = -1.5
+    upper = torch.full((3, 3), 1.5)
+    upper[0] = -1.5
     for operator in ("mean", "median", "trimmed"):
-        result = consolidate(matrices, operator=operator)
+        result = consolidate(upper, operator=operator)
         assert result.without(0)[0].tolist() == [[1, 1], [1, 1]]
 
 
@@ -299,7 +307,7 @@ def test_many_classes(operator):
     moments = score_moments(scores)
     matrices = correlation(moments)
     result = consolidate(
-        matrices,
+        pack_upper(matrices),
         operator=operator,
         examples=torch.tensor([20, 20, 20]),
         supports=torch.ones(3, classes, dtype=torch.bool),
@@ -320,7 +328,7 @@ def test_many_clients(operator):
     values = torch.rand(41_131, generator=generator, dtype=F64) * 2 - 1
     clients = len(values)
     result = consolidate(
-        values[:, None, None].expand(-1, 4, 4),
+        values[:, None].expand(-1, 10),
         operator=operator,
         examples=torch.full((clients,), 10),
         supports=torch.ones(clients, 4, dtype=torch.bool),
@@ -349,7 +357,7 @@ def test_median_of_small_clients_teaches_independence():
 
     def entry(operator: str) -> float:
         result = consolidate(
-            matrices,
+            pack_upper(matrices),
             operator=operator,
             examples=torch.from_numpy(sizes),
             supports=torch.stack([m.first > 0 for m in moments]),
@@ -377,7 +385,7 @@ def test_median_of_small_clients_teaches_independence():
 )
 def test_impossible_settings_are_refused(change, match):
     with pytest.raises(ConfigError, match=match):
-        consolidate(torch.zeros(2, 3, 3), **change)
+        consolidate(torch.zeros(2, 6), **change)
 
 
 @pytest.mark.parametrize(
@@ -392,13 +400,92 @@ def test_impossible_settings_are_refused(change, match):
 )
 def test_missing_or_misshapen_arguments_are_refused(arguments, match):
     with pytest.raises(DataError, match=match):
-        consolidate(torch.zeros(2, 3, 3), **arguments)
-    with pytest.raises(DataError, match="table of shape"):
-        consolidate(torch.zeros(3, 3), **arguments)
-    with pytest.raises(DataError, match="matrices"):
-        ConsensusSums(2, "mean").add(Uploads(torch.zeros(3, 3)))
+        consolidate(torch.zeros(2, 6), **arguments)
+    for table in (torch.zeros(3), torch.zeros(2, 3, 3), torch.zeros(2, 5)):
+        with pytest.raises(DataError, match="table of upper triangles"):
+            consolidate(table, **arguments)
+    with pytest.raises(DataError, match=r"upper triangles .* shape \(1, 3\), got \(1, 4\)"):
+        ConsensusSums(2, "mean").add(Uploads(torch.zeros(4)))
 
 
 def test_order_operators_cannot_be_streamed():
     with pytest.raises(ConfigError, match="running sums"):
         ConsensusSums(2, "median")
+
+
+# -- many teachers at once ------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("operator", OPERATORS)
+@pytest.mark.parametrize("numbers", [2**22, 60, 1])
+def test_all_teachers_at_once_are_those_of_each(operator, numbers, monkeypatch):
+    """In the order asked for, in parts of any size, to the last bit; rounded only at the end."""
+    result = make_table(12, 5, 4).consolidate(operator)
+    expected = [result.without(row) for row in range(12)]
+    monkeypatch.setattr(consensus, "numbers_at_once", lambda device: numbers)
+    rows = [7, 0, 11, 7]
+    matrices, known = result.without_each(rows)
+    rounded, _ = result.without_each(rows, torch.float32)
+    assert rounded.dtype == torch.float32
+    for place, row in enumerate(rows):
+        assert torch.equal(matrices[place], expected[row][0])
+        assert torch.equal(known[place], expected[row][1])
+        assert torch.equal(rounded[place], expected[row][0].float())
+    assert [part.shape for part in result.without_each([])] == [(0, 5, 5)] * 2
+    for row in (-1, 12):
+        with pytest.raises(IndexError, match=f"no client {row} in a table of 12"):
+            result.without_each([0, row])
+
+
+@pytest.mark.parametrize("operator", OPERATORS)
+def test_the_way_of_a_device_agrees_with_that_of_the_cpu(operator, monkeypatch):
+    """Sums and sorting of other devices, tried on the CPU: the same up to rounding."""
+    table = make_table(40, 5, 2)
+    expected = table.consolidate(operator)
+    monkeypatch.setattr(consensus, "_in_order", lambda tensor: False)
+    monkeypatch.setattr(consensus, "numbers_at_once", lambda device: 100)
+    found = table.consolidate(operator)
+    for ours, theirs in ((found.full(), expected.full()), (found.without(3), expected.without(3))):
+        torch.testing.assert_close(ours[0], theirs[0], rtol=0, atol=1e-13)
+        assert torch.equal(ours[1], theirs[1])
+
+
+# -- sums that are kept ---------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("operator", WEIGHTED)
+@pytest.mark.parametrize("age", [0, 3])
+def test_folded_clients_count_as_in_the_table(operator, age):
+    """Half of the clients as sums made ``age`` rounds ago: whole and leave-one-out as if all were
+    in the table (whose ages are those of now), up to rounding."""
+    table = make_table(14, 4, 5)
+    table.ages += age
+    whole = table.consolidate(operator)
+    early = Uploads(*(field[:7] for field in table.uploads))
+    late = Uploads(*(field[7:] for field in table.uploads))
+    sums = ConsensusSums(4, operator)
+    sums.add(early._replace(ages=early.ages - age))
+    kept = {name: tensor.clone() for name, tensor in sums.tensors().items()}
+    rest = consolidate(**late._asdict(), operator=operator, folded=kept, folded_age=age)
+    for ours, theirs in ((rest.full(), whole.full()), (rest.without(2), whole.without(9))):
+        torch.testing.assert_close(ours[0], theirs[0], rtol=0, atol=1e-12)
+        assert torch.equal(ours[1], theirs[1])
+    assert all(torch.equal(kept[name], tensor) for name, tensor in sums.tensors().items())
+
+
+def test_sums_that_faded_away_are_unknown():
+    """0.9 to the power of 10,000 is 0 in float64: nothing is left to divide by."""
+    sums = ConsensusSums(2, "mean")
+    sums.add(Uploads(torch.ones(3)))
+    nobody = torch.zeros(0, 3)
+    gone = consolidate(nobody, operator="mean", folded=sums.tensors(), folded_age=10_000)
+    matrix, known = gone.full()
+    assert not matrix.any()
+    assert not known.any()
+    back = consolidate(nobody, operator="mean", folded=sums.tensors(), folded_age=100)
+    assert back.full()[0].tolist() == [[1, 1], [1, 1]]
+
+
+def test_sums_of_another_operator_are_refused():
+    with pytest.raises(DataError, match=r"'support' over 2 labels hold 3 numbers as 'weight'"):
+        ConsensusSums(2, "support").restore(ConsensusSums(2, "mean").tensors())

@@ -11,10 +11,18 @@ import torch
 from torch import Tensor
 
 from fedharmony import correlation as corr
+from fedharmony.engine.checkpoint import from_bytes, to_bytes
 from fedharmony.errors import ConfigError
 from fedharmony.losses import Batch, binary_cross_entropy
 from fedharmony.methods.base import ClientView, Task
-from fedharmony.methods.fedharmony import CLUSTERS, CORRELATION, TABLE, TEACHER, FedHarmony
+from fedharmony.methods.fedharmony import (
+    CLUSTERS,
+    CORRELATION,
+    FOLDED,
+    TABLE,
+    TEACHER,
+    FedHarmony,
+)
 from fedharmony.types import BUFFERS, PARAMS, Record, Reply
 from toy import CLASSES, Toy, same_bits, toy_data
 
@@ -220,6 +228,16 @@ def test_teacher_leaves_the_client_out() -> None:
     assert sent[0].get(PARAMS) is sent[9].get(PARAMS)  # the model travels by reference
 
 
+def test_a_table_in_any_order_leaves_the_right_client_out() -> None:
+    """Replies of 3, then 1: client 1 is taught by 3, client 3 by 1, clients 0, 2, 9 by both."""
+    for settings in ({"memory": "last_cohort"}, {}):
+        harmony = method(consensus="mean", **settings)
+        replies = [reply(3, 20, matrix(0.1, 0, 0)), reply(1, 20, matrix(0.3, 0, 0))]
+        sent = harmony.broadcast(state_after(harmony, replies), 1, [0, 1, 2, 3, 9])
+        taught = [message.get(TEACHER)["matrix"][0, 1].item() for message in sent.values()]
+        assert taught == pytest.approx([0.2, 0.1, 0.2, 0.3, 0.2])
+
+
 def test_stale_matrices_fade() -> None:
     """Client 1 was heard two rounds before client 2: weight 5 · 0.9² against 13.333 · 0.9⁰."""
     harmony = method()
@@ -355,6 +373,216 @@ def test_cluster_every_keeps_the_last_clusters() -> None:
 
     Toy("fedharmony", {"cluster_every": 3}, rounds=8, method_class=Counting).run()
     assert calls == [1, 3, 6]
+
+
+def test_teachers_are_parts_of_one_stack() -> None:
+    """What m clients are sent is one tensor (m, C, C); clients never heard share theirs."""
+    harmony = method()
+    state = state_after(harmony, [reply(k, 20, matrix(0.1 * k, 0, 0)) for k in range(4)])
+    sent = {k: m.get(TEACHER) for k, m in harmony.broadcast(state, 2, [0, 2, 8, 9]).items()}
+    assert sent[0]["matrix"].untyped_storage().nbytes() == 2 * 9 * 4
+    for name in ("matrix", "known"):
+        addresses = [sent[k][name].untyped_storage().data_ptr() for k in (0, 2)]
+        assert addresses[0] == addresses[1]
+        assert sent[8][name] is sent[9][name]
+    assert all(teacher["weight"] is sent[0]["weight"] for teacher in sent.values())
+
+
+@pytest.mark.parametrize("settings", [{}, {"distance": "cosine"}, {"diagonal": True}])
+def test_misfits_in_parts_of_any_size(
+    settings: dict[str, Any], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Five clients at once, two at a time and one by one: the same bits, and the definition."""
+    harmony = method(blocks=False, **settings)
+    state = state_after(harmony, [reply(k, 20, matrix(0.1 * k, 0.3, -0.1 * k)) for k in range(5)])
+    sent = harmony.broadcast(state, 2, range(5))
+    replies = [reply(k, 20, matrix(0.2, 0.1 * k, 0.4)) for k in range(5)]
+    whole = harmony._misfits(replies, sent)
+    for at_once in (18, 1):
+        monkeypatch.setattr(corr, "numbers_at_once", lambda device, n=at_once: n)
+        assert harmony._misfits(replies, sent) == whole
+    for own, misfit in zip(replies, whole, strict=True):
+        teacher = sent[own.client].get(TEACHER)
+        pairs = corr.pair_mask(
+            teacher["clusters"], teacher["known"], diagonal=harmony.config.diagonal
+        )
+        local = corr.unpack_upper(own.record.get(CORRELATION)["upper"], 3).double()
+        assert misfit == float(harmony.discrepancy(local, teacher["matrix"].double(), pairs))
+    assert len(set(whole)) == 5
+
+
+# -- a table with a limit -------------------------------------------------------------------------
+
+WEIGHTED = ("mean", "size", "support", "pooled")
+
+
+def limited(capacity: int, **settings: Any) -> FedHarmony:
+    harmony = method(**settings)
+    harmony.capacity = capacity
+    return harmony
+
+
+def drawn_reply(client: int, round: int) -> Reply:
+    """Random scores of a client, another set each round; labels it may not show, unequal sizes."""
+    generator = torch.Generator().manual_seed(100 * round + client)
+    scores = torch.rand(6, 3, generator=generator, dtype=torch.float64) ** 2
+    scores[:, client % 4 : client % 4 + 1] *= 1e-5  # clients 3, 7, ... show all labels
+    moments = corr.score_moments(scores)
+    upper = corr.pack_upper(corr.correlation(moments)).float()
+    part = {"upper": upper, "marginal": moments.first.float()}
+    groups = {PARAMS: {"w": torch.tensor([1.0])}, BUFFERS: {}, CORRELATION: part}
+    return Reply(client, 4 + client % 5 * 20, Record(groups))
+
+
+def after_rounds(
+    harmony: FedHarmony, cohorts: list[list[int]], state: Record | None = None, first: int = 0
+) -> Record:
+    state = state or harmony.init_state({"w": torch.zeros(1)}, {})
+    for round, cohort in enumerate(cohorts, start=first):
+        sent = harmony.broadcast(state, round, cohort)
+        replies = [drawn_reply(k, round) for k in cohort]
+        state = harmony.aggregate(state, round, sent, iter(replies)).state
+    return state
+
+
+NEVER_TWICE = [[0, 1, 2], [3, 4, 5], [6, 7], [8, 9, 10], [11, 12, 13], [14, 15]]
+
+
+@pytest.mark.parametrize(("classes", "clients"), [(17, 418_300), (80, 19_753), (1628, 48)])
+def test_what_fits_into_the_table(classes: int, clients: int) -> None:
+    """C(C+1)/2 float32: 612 B, 12,960 B and 5,304,024 B per client."""
+    task = Task(classes, clients=4, rounds=9, batch_size=4, epochs=1, seed=0, width=8, lr=0.01)
+    assert method(task).capacity == clients
+    assert method(task, table_mb=1).capacity == max(1, 10**6 // (2 * classes * (classes + 1)))
+
+
+@pytest.mark.parametrize("operator", WEIGHTED)
+@pytest.mark.parametrize("decay", [0.9, 1.0])
+def test_a_full_table_teaches_the_same_while_nobody_returns(operator: Any, decay: float) -> None:
+    """16 clients heard once; a table of 4 and sums of the rest against a table of all."""
+    settings = {"consensus": operator, "staleness_decay": decay}
+    whole, small = limited(99, **settings), limited(4, **settings)
+    everything, state = (after_rounds(harmony, NEVER_TWICE) for harmony in (whole, small))
+    assert everything.get(TABLE)["client"].tolist() == list(range(16))
+    assert state.get(TABLE)["client"].tolist() == [12, 13, 14, 15]
+    for round in (6, 9):
+        expected, found = whole.consensus(everything, round), small.consensus(state, round)
+        pairs = [(expected.full(), found.full()), (expected.without(13), found.without(1))]
+        for theirs, ours in pairs:
+            torch.testing.assert_close(ours[0], theirs[0], rtol=0, atol=1e-9)
+            assert torch.equal(ours[1], theirs[1])
+    shown, other = small.artifacts(state), whole.artifacts(everything)
+    torch.testing.assert_close(shown["consensus"], other["consensus"], rtol=0, atol=1e-6)
+
+
+def test_a_limit_that_is_not_reached_changes_nothing() -> None:
+    one, other = (after_rounds(limited(n), NEVER_TWICE) for n in (16, 99))
+    assert FOLDED not in one.groups
+    assert same_bits(one, other)
+    assert FOLDED in after_rounds(limited(15), NEVER_TWICE).groups
+
+
+def test_what_is_folded_by_hand() -> None:
+    """``mean``, decay 0.5, room for two; R01 of clients 0, 1, 2 is 0.8, 0.4, 0.2 in rounds 0, 1, 2.
+
+    Round 2 folds client 0 at age 2: Σ w R = 0.25 · 0.8, Σ w = 0.25. Round 3 sees
+    (0.25·0.8 + 0.5·0.4 + 1·0.2) / 1.75 = 0.342857. In round 3 client 0 returns with −0.6 and client
+    1 (age 2) is folded too: Σ w R = 0.5·0.2 + 0.25·0.4 = 0.2, Σ w = 0.125 + 0.25. Round 4 sees
+    (0.2 + 0.5·0.2 − 0.6) / (0.375 + 0.5 + 1) = −0.16; client 0's teacher lacks its new matrix, not
+    its old one: (0.2 + 0.1) / 0.875 = 0.342857.
+    """
+    harmony = limited(2, consensus="mean", staleness_decay=0.5, quality=False)
+    state = harmony.init_state({"w": torch.zeros(1)}, {})
+    seen = []
+    for round, (client, value) in enumerate([(0, 0.8), (1, 0.4), (2, 0.2), (0, -0.6)]):
+        sent = harmony.broadcast(state, round, [client])
+        answer = reply(client, 20, matrix(value, 0, 0))
+        state = harmony.aggregate(state, round, sent, iter([answer])).state
+        seen.append(harmony.consensus(state, round + 1).full()[0][0, 1].item())
+    assert seen == pytest.approx([0.8, (0.4 + 0.4) / 1.5, 0.6 / 1.75, -0.16], abs=1e-6)
+    folded = state.get(FOLDED)
+    assert folded["sum"][1].item() == pytest.approx(0.2, abs=1e-7)
+    assert folded["weight"].tolist() == [0.375]
+    assert folded["round"].item() == 3
+    teacher = harmony.broadcast(state, 4, [0])[0].get(TEACHER)
+    assert teacher["matrix"][0, 1].item() == pytest.approx(0.3 / 0.875, abs=1e-6)
+
+
+def test_a_table_of_one_and_sums_teach() -> None:
+    harmony = limited(1)
+    state = after_rounds(harmony, [[3]])
+    assert TEACHER not in harmony.broadcast(state, 1, [3])[3].groups
+    state = after_rounds(harmony, [[3], [7]])
+    assert len(state.get(TABLE)["client"]) == 1
+    assert harmony.broadcast(state, 2, [7])[7].get(TEACHER)["known"].any()
+
+
+@pytest.mark.parametrize("operator", ["median", "trimmed"])
+def test_order_statistics_forget_the_oldest(operator: Any) -> None:
+    state = after_rounds(limited(4, consensus=operator), NEVER_TWICE)
+    assert state.get(TABLE)["client"].tolist() == [12, 13, 14, 15]
+    assert FOLDED not in state.groups
+
+
+def test_the_oldest_leave_by_round_then_client() -> None:
+    """Client 1 returns in round 2, so 0 and 2 (round 0) are the oldest, then 3 (round 1)."""
+    cohorts = [[0, 1, 2], [3, 4], [1, 5], [6]]
+    clients = [
+        after_rounds(limited(5), cohorts[: n + 1]).get(TABLE)["client"].tolist() for n in range(4)
+    ]
+    assert clients == [[0, 1, 2], [0, 1, 2, 3, 4], [1, 2, 3, 4, 5], [1, 3, 4, 5, 6]]
+
+
+def test_the_last_cohort_stays_whatever_the_limit() -> None:
+    state = after_rounds(limited(2), [[0, 1, 2], [3, 4, 5, 6, 7], [0, 8]])
+    assert state.get(TABLE)["client"].tolist() == [0, 8]
+    state = after_rounds(limited(2), [[0, 1, 2], [3, 4, 5, 6, 7]])
+    assert state.get(TABLE)["client"].tolist() == [3, 4, 5, 6, 7]
+    asked = limited(3, teacher="this_round")
+    state = asked.init_state({"w": torch.zeros(1)}, {})
+    for cohort in ([4, 5, 6], [0, 1]):  # both in round 1: those asked last stay
+        stage = asked.stages(1)[0]
+        sent = stage.broadcast(state, 1, cohort)
+        state = stage.aggregate(state, 1, sent, iter([drawn_reply(k, 1) for k in cohort])).state
+    assert state.get(TABLE)["client"].tolist() == [0, 1, 6]
+
+
+def test_last_cohort_has_no_limit() -> None:
+    one, other = (after_rounds(limited(n, memory="last_cohort"), NEVER_TWICE[:2]) for n in (1, 99))
+    assert same_bits(one, other)
+    assert len(one.get(TABLE)["client"]) == 3
+
+
+@pytest.mark.parametrize("memory", ["all_seen", "last_cohort"])
+def test_a_cold_start_asks_everyone_in_parts(memory: Any) -> None:
+    """13 clients tell their labels before round 0: with room for 4, nine of them go into sums."""
+    found = {}
+    for capacity in (4, 99):
+        harmony = limited(capacity, cold_start="labels", consensus="pooled", memory=memory)
+        start = harmony.init_state({"w": torch.zeros(1)}, {})
+        first = harmony.stages(0)[0]
+        replies = iter([drawn_reply(k, 0) for k in range(13)])
+        state = first.aggregate(start, 0, first.broadcast(start, 0, range(13)), replies).state
+        found[capacity] = harmony.consensus(state, 0).full()[0], len(state.get(TABLE)["client"])
+    torch.testing.assert_close(found[4][0], found[99][0], rtol=0, atol=1e-12)
+    assert found[4][1] == (4 if memory == "all_seen" else 13)
+
+
+@pytest.mark.parametrize("operator", [*WEIGHTED, "median"])
+def test_state_is_bounded_and_survives_a_checkpoint(operator: Any) -> None:
+    """30 rounds of 3 of 24 clients, who return, with room for 5: as large as after 3 rounds; going
+    on from a checkpoint after 11 rounds gives the same bits."""
+    harmony = limited(5, consensus=operator)
+    cohorts = [sorted({(5 * t + s) % 24 for s in (0, 7, 11)}) for t in range(30)]
+    early = after_rounds(harmony, cohorts[:3])
+    whole = after_rounds(harmony, cohorts)
+    assert whole.nbytes == early.nbytes
+    saved = from_bytes(to_bytes(after_rounds(harmony, cohorts[:11])))
+    assert same_bits(after_rounds(harmony, cohorts[11:], saved, first=11), whole)
+    assert (FOLDED in whole.groups) == (operator != "median")
+    matrix, known = harmony.consensus(whole, 30).full()
+    assert known.any()
+    assert torch.isfinite(matrix).all()
 
 
 # -- settings -------------------------------------------------------------------------------------

@@ -3,7 +3,9 @@
 import json
 import math
 import time
+import tracemalloc
 from dataclasses import replace
+from itertools import pairwise
 from pathlib import Path
 from typing import Any
 
@@ -16,6 +18,7 @@ from hypothesis.extra.numpy import arrays
 from fedharmony.config import build, keys
 from fedharmony.errors import ConfigError, PartitionError
 from fedharmony.partition import Partition, Splitter, split_report, splitters
+from fedharmony.partition import report as split_reports
 from fedharmony.partition.dirichlet import (
     PivotDirichlet,
     cumulative_dirichlet,
@@ -24,7 +27,12 @@ from fedharmony.partition.dirichlet import (
     smallest_client,
 )
 from fedharmony.partition.iid import Iid
-from fedharmony.partition.report import correlation_drift, jensen_shannon
+from fedharmony.partition.report import (
+    client_positives,
+    correlation_drift,
+    jensen_shannon,
+    label_shares,
+)
 from fedharmony.types import Index, Labels
 
 ALL = splitters.names()
@@ -451,6 +459,59 @@ def test_files_of_other_data_are_refused(partition: Partition, tmp_path: Path) -
 # Report ------------------------------------------------------------------------------------------
 
 
+@pytest.mark.parametrize("at_once", [2**19, 400, 1])
+def test_counting_in_parts_changes_nothing(at_once: int, monkeypatch: pytest.MonkeyPatch) -> None:
+    """All clients at once, twenty images at a time, client by client."""
+    labels = voc_like(300)
+    partition = PivotDirichlet().partition(labels, 40, 0)
+    expected = split_report(labels, partition, 0)
+    shares = label_shares(labels, partition)
+    monkeypatch.setattr(split_reports, "_AT_ONCE", at_once)
+    parts = list(client_positives(labels, partition.indices))
+    assert len(parts) in {2**19: {1}, 400: range(15, 30), 1: {40}}[at_once]
+    counts = np.stack([labels[index].sum(0) for index in partition.indices])
+    assert np.array_equal(np.concatenate(parts), counts)
+    assert split_report(labels, partition, 0) == expected
+    assert np.array_equal(label_shares(labels, partition), shares)
+
+
+def test_counts_of_all_clients_are_never_held_at_once() -> None:
+    """20,000 clients with one image each and 400 labels: int64 counts of all would take 64 MB."""
+    labels = np.zeros((20_000, 400), np.uint8)
+    labels[np.arange(20_000), np.arange(20_000) % 400] = 1
+    partition = Iid().partition(labels, 20_000, 0)
+    tracemalloc.start()
+    report, shares = split_report(labels, partition, 0), label_shares(labels, partition)
+    peak = tracemalloc.get_traced_memory()[1]
+    tracemalloc.stop()
+    assert report.absent_pairs == 20_000 * 399
+    assert shares.shape == (400, 400)
+    assert peak < 40e6
+
+
+def test_label_shares_of_groups() -> None:
+    """40 clients, largest first; in 7 groups of 5 or 6 neighbours each the mean of their shares."""
+    labels = voc_like(300)
+    partition = PivotDirichlet().partition(labels, 40, 0)
+    order = np.argsort(-partition.sizes, kind="stable")
+    each = np.stack([labels[partition.indices[k]].mean(0) for k in order])
+    np.testing.assert_allclose(label_shares(labels, partition), each, rtol=1e-12)
+    grouped = label_shares(labels, partition, most=7)
+    bounds = [40 * i // 7 for i in range(8)]
+    for group, (a, b) in enumerate(pairwise(bounds)):
+        np.testing.assert_allclose(grouped[group], each[a:b].mean(0), rtol=1e-12)
+
+
+def divergence(counts: Any) -> float | None:
+    """Of clients with such numbers of images per class, one label each, and one without any."""
+    images, indices = [], []
+    for own in np.asarray(counts):
+        first = len(images)
+        images += [*np.repeat(np.eye(len(own), dtype=np.uint8), own, axis=0), np.zeros_like(own)]
+        indices.append(np.arange(first, len(images)))
+    return jensen_shannon(np.array(images, np.uint8), indices)
+
+
 def test_jensen_shannon_by_hand() -> None:
     """One client has label 0 alone, the other both; together 3 : 1.
 
@@ -458,11 +519,11 @@ def test_jensen_shannon_by_hand() -> None:
     P = (½, ½), Q = (¾, ¼), M = (⅝, ⅜): ½ (½ ln(4/5) + ½ ln(4/3)) + ½ (¾ ln(6/5) + ¼ ln(2/3))
     = 0.033824. Their mean is 0.064713. A client without labels does not count.
     """
-    assert jensen_shannon(np.array([[2, 0], [1, 1], [0, 0]])) == pytest.approx(0.064713, abs=1e-6)
-    assert jensen_shannon(np.array([[2, 2], [1, 1]])) == pytest.approx(0, abs=1e-12)
-    assert jensen_shannon(np.zeros((2, 3), np.int64)) is None
+    assert divergence([[2, 0], [1, 1], [0, 0]]) == pytest.approx(0.064713, abs=1e-6)
+    assert divergence([[2, 2], [1, 1]]) == pytest.approx(0, abs=1e-12)
+    assert divergence([[0, 0, 0], [0, 0, 0]]) is None
     # Clients that share no label: each P is 1 on its own class, Q = 1/K everywhere.
-    many = jensen_shannon(np.eye(1000, dtype=np.int64))
+    many = divergence(np.eye(1000, dtype=np.int64))
     assert many is not None
     assert 0.68 < many < np.log(2)
 
@@ -527,7 +588,7 @@ def test_report_by_hand() -> None:
     report = split_report(labels, partition, 0)
     found = json.loads(json.dumps(report.as_dict(), allow_nan=False))
     assert found.pop("jensen_shannon") == pytest.approx(
-        jensen_shannon(np.array([[2, 1, 0], [0, 0, 2], [0, 0, 0]]))
+        divergence([[2, 1, 0], [0, 0, 2], [0, 0, 0]])
     )
     assert found == {
         "clients": 3,

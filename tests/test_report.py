@@ -291,6 +291,41 @@ def test_shrinking_keeps_positions() -> None:
     assert small[0, 300] == 1.0
 
 
+def test_many_clients_share_rows_as_shrinking_would_join_them() -> None:
+    """1,000 clients in 400 rows, by size: of each row the largest weight, as shrinking gives it."""
+    rng = np.random.default_rng(0)
+    sizes, weights = rng.integers(1, 50, 1000).astype(float), rng.random((1000, 1))
+    rows = plots._client_rows(sizes)
+    joined = np.zeros((400, 1))
+    np.maximum.at(joined, rows, weights)
+    ordered = weights[np.argsort(-sizes, kind="stable")]
+    assert np.array_equal(joined, plots._shrink(ordered, np.nanmax))
+
+
+def test_clients_in_one_row_show_the_largest_weight(tmp_path: Path) -> None:
+    """800 clients of one size, two in a row: clients 0 and 1 have weights 0.7 and 0.3."""
+    sizes = np.ones(800)
+    event = {"round": 0, "weights": {"0": 0.7, "1": 0.3, "9": 0.1}, "dropped": [2]}
+    run = RunView(tmp_path, rounds=(event,), matrices={"client_sizes": sizes})
+    picture = plots.weights_map("many", "", run)
+    assert picture.note == (
+        "Blank: not in the cohort; full colour: weight 0.70. Orange: dropped out or failed."
+    )
+
+
+def test_shares_stand_in_the_order_of_labels(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Two clients, labels in the order 2, 0, 1: a row per label, a column per client."""
+    seen: list[np.ndarray] = []
+    draw = plots._sequential
+    monkeypatch.setattr(
+        plots, "_sequential", lambda values, *more: seen.append(values) or draw(values, *more)
+    )
+    shares = np.array([[0.1, 0.2, 0.3], [0.4, 0.5, 0.6]])
+    order = plots.LabelOrder(np.array([2, 0, 1]))
+    plots.client_picture("two", np.array([9.0, 4.0]), shares, order, ["a", "b", "c"])
+    assert seen[0].tolist() == [[0.3, 0.6], [0.1, 0.4], [0.2, 0.5]]
+
+
 def test_heat_map_pixels_by_hand() -> None:
     """Limit 0.5: 0.25 is half opaque (128) in the positive hue, −0.5 opaque in the negative one."""
     pixels = plots._diverging(np.array([[0.25, -0.5, np.nan, 0.0, 0.9]]), 0.5)[0]
@@ -727,3 +762,30 @@ def test_costs_in_the_table_are_means_over_rounds(tmp_path: Path) -> None:
         rounds = [e[key] for e in events_of(run.folder) if e["event"] == "round"]
         assert len(rounds) == 3
         assert row.values[key] == pytest.approx(sum(rounds) / 3)
+
+
+def test_bars_are_as_high_as_the_clients_are_large() -> None:
+    """Sizes 1, 4, 2, largest first: heights 4 : 2 : 1, each 0.78 of a column, on one ground."""
+    order = plots.LabelOrder(np.zeros(0, np.int64))
+    svg = plots.client_picture("bars", np.array([1.0, 4.0, 2.0]), None, order, []).svg
+    drawn = re.search(r'<path d="([^"]*)"[^>]*var\(--s1', svg)
+    assert drawn is not None
+    numbers = np.array(re.findall(r"-?\d+(?:\.\d+)?", drawn[1]), np.float64)
+    low, high = (f(numbers.reshape(3, -1, 2), axis=1) for f in (np.min, np.max))
+    width, height = (high - low).T
+    assert height / height[2] == pytest.approx([4, 2, 1], abs=0.01)
+    assert width / (low[1, 0] - low[0, 0]) == pytest.approx([0.78] * 3, abs=0.01)
+    assert len(set(high[:, 1])) == 1
+
+
+def test_names_stand_beside_their_rows() -> None:
+    """In the order given, right-aligned at one place, at even distances."""
+    order = plots.LabelOrder(np.array([2, 0, 1]))
+    svg = plots.correlation_map("names", "", np.eye(3), order, ["ape", "bee", "cat"], 1.0).svg
+    text = r'<text[^>]*text-anchor: end[^>]*? x="([\d.]+)" y="([\d.]+)"[^>]*>(\w+)'
+    found = re.findall(text, svg)
+    assert [name for *_, name in found] == ["cat", "ape", "bee"]
+    assert len({x for x, *_ in found}) == 1
+    first, second, third = (float(y) for _, y, _ in found)
+    assert second - first == pytest.approx(third - second, abs=0.02)
+    assert second > first

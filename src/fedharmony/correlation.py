@@ -32,10 +32,6 @@ from typing import Any, Literal, NamedTuple, TypeAlias, get_args
 import numpy as np
 import numpy.typing as npt
 import torch
-from scipy.linalg import eigh
-from sklearn.cluster import KMeans
-from sklearn.exceptions import ConvergenceWarning
-from sklearn.metrics import adjusted_rand_score
 from threadpoolctl import ThreadpoolController  # type: ignore[import-untyped]
 from torch import Tensor
 
@@ -52,6 +48,11 @@ CLAMP = 1e-4
 
 # Rows converted to floating point at a time when labels are counted: float32 counts stay exact.
 _COUNT_ROWS = 8192
+# Numbers that a computation over many clients holds at a time: as float64, 2 MiB on a CPU (what its
+# caches hold is two to three times as fast) and 256 MiB on a GPU.
+_AT_ONCE = {"cpu": 2**18, "cuda": 2**25}
+# Entries from which on a row is long enough to be treated by itself.
+_LONG = 4096
 # Variances below this many roundings of the second moment are rounding: the score is constant.
 _ROUNDINGS = 8
 
@@ -147,7 +148,7 @@ def correlation(
     first, second = _full_precision(moments.first), _full_precision(moments.second)
     covariance = second - _outer(first)
     if normaliser == "phi":
-        spread = _bernoulli_deviation(first, clamp)
+        spread = bernoulli_deviation(first, clamp)
     else:
         raw = second.diagonal(dim1=-2, dim2=-1)
         variance = raw - first.square()
@@ -157,6 +158,18 @@ def correlation(
         covariance = torch.where(varies.unsqueeze(-1) & varies.unsqueeze(-2), covariance, 0)
     denominator = _outer(spread) + eps
     return covariance / (denominator if denominator_grad else denominator.detach())
+
+
+def bernoulli_deviation(first: Tensor, clamp: float = CLAMP) -> Tensor:
+    """``sqrt(p̂(1−p̂))`` with p̂ kept off 0 and 1, where the slope of the root is infinite.
+
+    >>> bernoulli_deviation(torch.tensor([0.5, 0.2, 0.0]))
+    tensor([0.5000, 0.4000, 0.0100])
+    """
+    if not 0 < clamp < 0.5:
+        raise ConfigError(f"The clamp of the marginals must lie between 0 and 0.5, got {clamp}.")
+    inside = first.clamp(clamp, 1 - clamp)
+    return (inside * (1 - inside)).sqrt()
 
 
 def soft_correlation(
@@ -185,29 +198,6 @@ def soft_correlation(
         denominator_grad=denominator_grad,
     )
     return (matrix + matrix.mT) / 2
-
-
-def second_from_correlation(
-    matrix: Tensor, first: Tensor, *, eps: float = EPS, clamp: float = CLAMP
-) -> Tensor:
-    """The joint probabilities p̂_cc' behind a correlation matrix: Eq. (2) solved for them.
-
-    With the marginals, a client's matrix thus tells its moments, which can be pooled over clients.
-    Holds for the normaliser ``"phi"``; ``eps`` and ``clamp`` must be those R was made with.
-
-    Args:
-        matrix: R, shape (..., C, C).
-        first: p̂_c, shape (..., C).
-        eps: As in :func:`correlation`.
-        clamp: As in :func:`correlation`.
-
-    >>> moments = score_moments(torch.tensor([[0.9, 0.2], [0.4, 0.6]], dtype=torch.float64))
-    >>> back = second_from_correlation(correlation(moments), moments.first)
-    >>> torch.allclose(back, moments.second, rtol=0, atol=1e-15)
-    True
-    """
-    matrix, first = _full_precision(matrix), _full_precision(first)
-    return matrix * (_outer(_bernoulli_deviation(first, clamp)) + eps) + _outer(first)
 
 
 def label_correlation(
@@ -241,7 +231,9 @@ def label_correlation(
     present = None if known is None else torch.as_tensor(known, dtype=torch.bool)
     if present is not None:
         positive = positive.where(present, positive.new_zeros(()))
-    if bool(((positive != 0) & (positive != 1)).any()):
+    # In parts: a comparison of all labels at once would need several times their memory.
+    parts = (positive[i : i + _COUNT_ROWS] for i in range(0, len(positive), _COUNT_ROWS))
+    if any(bool(((part != 0) & (part != 1)).any()) for part in parts):
         raise DataError(
             "Label correlations need labels of 0 and 1, and found other values. "
             "Mark missing labels with the argument `known` instead."
@@ -427,8 +419,9 @@ def spectral_clusters(matrix: Tensor, groups: int, seed: int, *, n_init: int = 1
         n_init: Restarts of k-means.
 
     Returns:
-        Cluster of each label, int64 (C,) on the CPU: numbered from 0 in order of first appearance,
-        without gaps; −1 for a label in no cluster.
+        Cluster of each label, int64 (C,) on the matrix's device: numbered from 0 in order of first
+        appearance, without gaps; −1 for a label in no cluster. Eigenvectors are found there too,
+        k-means looks at the (C, G) rows on the CPU.
 
     >>> blocks = torch.block_diag(torch.ones(2, 2), torch.zeros(1, 1), torch.ones(2, 2))
     >>> spectral_clusters(blocks, 2, seed=0)
@@ -436,25 +429,23 @@ def spectral_clusters(matrix: Tensor, groups: int, seed: int, *, n_init: int = 1
     """
     if groups < 1:
         raise ConfigError(f"The number of label clusters must be at least 1, got {groups}.")
-    affinity = matrix.detach().cpu().double().abs().numpy()
-    if not np.isfinite(affinity).all():
+    affinity = matrix.detach().double().abs()
+    if not bool(affinity.isfinite().all()):
         raise DataError(
             "The correlation matrix to be clustered has entries that are not finite. "
             "Unknown entries must be 0; look for a client that uploaded NaN."
         )
-    affinity = (affinity + affinity.T) / 2
-    np.fill_diagonal(affinity, 0)
-    connected = np.flatnonzero(affinity.any(1))
-    clusters = np.full(len(affinity), -1, dtype=np.int64)
+    affinity = ((affinity + affinity.mT) / 2).fill_diagonal_(0)
+    connected = affinity.any(1).nonzero().squeeze(1)
+    clusters = affinity.new_full((len(affinity),), -1, dtype=torch.int64)
     if groups == 1:
         clusters[connected] = 0
     elif groups >= len(connected):
-        clusters[connected] = np.arange(len(connected))
+        clusters[connected] = torch.arange(len(connected), device=clusters.device)
     else:
-        clusters[connected] = _partition(
-            affinity[np.ix_(connected, connected)], groups, seed, n_init
-        )
-    return torch.from_numpy(clusters)
+        block = affinity.index_select(0, connected).index_select(1, connected)
+        clusters[connected] = torch.from_numpy(_partition(block, groups, seed, n_init)).to(clusters)
+    return clusters
 
 
 def cluster_agreement(a: Tensor, b: Tensor) -> float:
@@ -465,6 +456,8 @@ def cluster_agreement(a: Tensor, b: Tensor) -> float:
     >>> cluster_agreement(torch.tensor([0, 0, 1, 1]), torch.tensor([5, 5, 2, 2]))
     1.0
     """
+    from sklearn.metrics import adjusted_rand_score
+
     own = [torch.where(c >= 0, c, -1 - torch.arange(len(c))).numpy() for c in (a.cpu(), b.cpu())]
     return float(adjusted_rand_score(*own))
 
@@ -590,14 +583,6 @@ def _check_choice(what: str, value: str, choices: tuple[str, ...]) -> None:
         raise ConfigError(f"There is no {what} {value!r}. {nearest(value, choices)}")
 
 
-def _bernoulli_deviation(first: Tensor, clamp: float) -> Tensor:
-    """``sqrt(p̂(1−p̂))`` with p̂ kept off 0 and 1, where the slope of the root is infinite."""
-    if not 0 < clamp < 0.5:
-        raise ConfigError(f"The clamp of the marginals must lie between 0 and 0.5, got {clamp}.")
-    inside = first.clamp(clamp, 1 - clamp)
-    return (inside * (1 - inside)).sqrt()
-
-
 def _count_pairs(a: Tensor, b: Tensor) -> Tensor:
     """``aᵀ b`` of 0/1 matrices in float64, without a floating-point copy of the whole of them."""
     counts = torch.zeros(a.shape[1], b.shape[1], dtype=torch.float64, device=a.device)
@@ -627,10 +612,13 @@ def _thread_pools() -> ThreadpoolController:
     return ThreadpoolController()
 
 
-def _partition(
-    affinity: npt.NDArray[np.float64], groups: int, seed: int, n_init: int
-) -> npt.NDArray[np.intp]:
+def _partition(affinity: Tensor, groups: int, seed: int, n_init: int) -> npt.NDArray[np.intp]:
     """Steps 2 to 5 of Algorithm 1, for labels that all have a neighbour."""
+    # Deferred: scikit-learn and SciPy take a second to import, and only clustering needs them. Not
+    # later than here: their thread pools must be loaded when the pools are looked for.
+    from sklearn.cluster import KMeans
+    from sklearn.exceptions import ConvergenceWarning
+
     # One thread: sums that threads share come out in another order, with other last bits.
     with _thread_pools().limit(limits=1), warnings.catch_warnings():
         # If rows coincide, k-means may find fewer clusters than asked for, and says so.
@@ -641,16 +629,45 @@ def _partition(
     return first_seen.argsort().argsort()[index]
 
 
-def _spectral_embedding(affinity: npt.NDArray[np.float64], groups: int) -> npt.NDArray[np.float64]:
+def _spectral_embedding(affinity: Tensor, groups: int) -> npt.NDArray[np.float64]:
     """Steps 2 to 4 of Algorithm 1, (C, G); the largest entry of an eigenvector is made positive."""
-    scale = affinity.sum(1) ** -0.5
-    laplacian = np.eye(len(affinity)) - scale[:, None] * affinity * scale
-    _, vectors = eigh(laplacian, subset_by_index=(0, groups - 1))
+    if affinity.device.type == "cpu":
+        vectors = _eigenvectors(affinity.numpy(), groups)
+    else:
+        vectors = _eigenvectors_on_device(affinity, groups).cpu().numpy()
     largest = np.abs(vectors).argmax(0)
-    vectors *= np.where(vectors[largest, np.arange(groups)] < 0, -1, 1)
+    vectors = vectors * np.where(vectors[largest, np.arange(groups)] < 0, -1, 1)
     length = np.linalg.norm(vectors, axis=1, keepdims=True)
     rows: npt.NDArray[np.float64] = vectors / length.clip(1e-12)
     return rows
+
+
+def _eigenvectors(affinity: npt.NDArray[np.float64], groups: int) -> npt.NDArray[np.float64]:
+    """Of the smallest eigenvalues of L, (C, G); LAPACK finds these alone."""
+    from scipy.linalg import eigh
+
+    scale = affinity.sum(1) ** -0.5
+    laplacian = np.eye(len(affinity)) - scale[:, None] * affinity * scale
+    found: npt.NDArray[np.float64] = eigh(laplacian, subset_by_index=(0, groups - 1))[1]
+    return found
+
+
+def _eigenvectors_on_device(affinity: Tensor, groups: int) -> Tensor:
+    """The same where the matrix is: of all eigenvalues, and still faster on a GPU."""
+    scale = affinity.sum(1).rsqrt()
+    laplacian = -_outer(scale) * affinity
+    laplacian.diagonal().add_(1)
+    vectors: Tensor = torch.linalg.eigh(laplacian)[1]
+    return vectors[:, :groups]
+
+
+def numbers_at_once(device: torch.device) -> int:
+    """How many numbers a computation over many clients should hold at a time on a device.
+
+    >>> numbers_at_once(torch.device("cpu")) // 20**2  # clients with 20 labels
+    655
+    """
+    return _AT_ONCE.get(device.type, _AT_ONCE["cpu"])
 
 
 def pack_upper(matrix: Tensor) -> Tensor:
@@ -670,7 +687,40 @@ def unpack_upper(packed: Tensor, num_classes: int) -> Tensor:
     tensor([[1., 2.],
             [2., 3.]])
     """
-    rows, columns = torch.triu_indices(num_classes, num_classes, device=packed.device)
-    place = torch.empty(num_classes, num_classes, dtype=torch.int64, device=packed.device)
-    place[rows, columns] = place[columns, rows] = torch.arange(len(rows), device=packed.device)
-    return packed[..., place]
+    return Triangle(num_classes, packed.device).square(packed)
+
+
+class Triangle:
+    """Where the entries of a symmetric (C, C) matrix stand in its packed upper triangle.
+
+    >>> triangle = Triangle(2)
+    >>> len(triangle), triangle.square(torch.tensor([1.0, 2.0, 3.0])).tolist()
+    (3, [[1.0, 2.0], [2.0, 3.0]])
+    """
+
+    def __init__(self, num_classes: int, device: torch.device | str | None = None) -> None:
+        self._rows, self._columns = torch.triu_indices(num_classes, num_classes, device=device)
+        order = torch.arange(len(self._rows), device=device)
+        self._places = torch.empty(num_classes, num_classes, dtype=torch.int64, device=device)
+        self._places[self._rows, self._columns] = self._places[self._columns, self._rows] = order
+
+    def __len__(self) -> int:
+        return len(self._rows)
+
+    def ends(self, labels: Tensor) -> tuple[Tensor, Tensor]:
+        """For each pair what (..., C) says of its first and of its second label."""
+        return _pick(labels, self._rows), _pick(labels, self._columns)
+
+    def square(self, packed: Tensor) -> Tensor:
+        """The symmetric matrices (..., C, C) of packed triangles."""
+        return _pick(packed, self._places.flatten()).view(*packed.shape[:-1], *self._places.shape)
+
+
+def _pick(values: Tensor, index: Tensor) -> Tensor:
+    """``values[..., index]``."""
+    if len(index) < _LONG or values.device.type != "cpu" or not values.numel():
+        return values.index_select(-1, index)
+    # Long rows one by one: on a CPU torch picks from a vector five times as fast as along a matrix.
+    rows = values.reshape(-1, values.shape[-1])
+    picked = torch.stack([row.index_select(0, index) for row in rows])
+    return picked.view(*values.shape[:-1], len(index))

@@ -38,7 +38,7 @@ from fedharmony.models.base import Backbone, InputSpec, Model, models
 from fedharmony.partition.annotation import client_known
 from fedharmony.partition.base import Partition, splitters
 from fedharmony.partition.feature_skew import feature_skew, skewed_images
-from fedharmony.partition.report import split_report
+from fedharmony.partition.report import label_shares, split_report
 from fedharmony.rng import numpy_rng, torch_rng
 from fedharmony.transport.base import Transport
 from fedharmony.transport.inprocess import InProcess
@@ -445,17 +445,16 @@ def start_event(assembly: Assembly, first: int) -> Event:
 
 
 def matrices(assembly: Assembly, state: Record, structure: StructureResult) -> Tensors:
-    """Correlation matrices and label counts for the report."""
-    labels = assembly.data.train.labels
+    """Correlation matrices and label shares for the report."""
     defined = label_correlation(assembly.data.test.labels)[1]
-    counts = np.stack([labels[i].sum(axis=0, dtype=np.int64) for i in assembly.partition.indices])
+    shares = label_shares(assembly.data.train.labels, assembly.partition)
     tensors = {
         "true": torch.from_numpy(structure.true_matrix).float(),
         "true_defined": defined.to(torch.uint8),
         "learned": torch.from_numpy(structure.soft_matrix).float(),
         "learned_hard": torch.from_numpy(structure.hard_matrix).float(),
-        "client_label_counts": torch.from_numpy(counts),
-        "client_sizes": torch.tensor([len(i) for i in assembly.partition.indices]),
+        "client_label_shares": torch.from_numpy(shares),  # of groups of clients, if there are many
+        "client_sizes": torch.from_numpy(assembly.partition.sizes),
     }
     if assembly.data.planted is not None:
         tensors["planted"] = torch.from_numpy(assembly.data.planted).float()

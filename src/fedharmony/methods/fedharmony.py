@@ -20,13 +20,18 @@ computed, what round 0 does). Each is a named setting of :class:`FedHarmony.Conf
 
 Weights need every s_k of the cohort (the adaptive temperature is 1/std of them), so while α_t < 1
 the models of one cohort are held, by reference, until the last reply; at α_t = 1 they stream.
+
+The server's part stays where the model is: teachers of a cohort, misfits and sums are one batched
+computation each, labels are clustered once per round. Memory is bounded by the cohort and by
+``table_mb``, whatever the number of clients: see :meth:`FedHarmony._remember`.
 """
 
 from __future__ import annotations
 
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
-from typing import Annotated, Any, ClassVar, Literal
+from itertools import islice
+from typing import Annotated, Any, ClassVar, Literal, get_args
 
 import torch
 from annotated_types import Ge, Gt, Le, Lt
@@ -34,7 +39,13 @@ from torch import Tensor
 
 from fedharmony import correlation as corr
 from fedharmony.aggregate import ModelMean
-from fedharmony.consensus import Consensus, consolidate
+from fedharmony.consensus import (
+    Consensus,
+    ConsensusSums,
+    Uploads,
+    WeightedOperator,
+    consolidate,
+)
 from fedharmony.errors import ConfigError
 from fedharmony.losses import Batch, task_loss
 from fedharmony.methods.base import (
@@ -53,7 +64,8 @@ from fedharmony.types import Record, Reply, Tensors
 
 CORRELATION = "correlation"  # reply: R_k (upper triangle) and p̂_k
 TEACHER = "teacher"  # message: R*_k, which entries are known, clusters, λ_t
-TABLE = "table"  # state: the last (R_j, p̂_j, n_j, t_j) of every client heard
+TABLE = "table"  # state: the last (R_j, p̂_j, n_j, t_j) of the clients heard
+FOLDED = "folded"  # state: running sums of what no longer fits into the table
 CLUSTERS = "clusters"  # state: the clusters of the last round
 
 
@@ -89,6 +101,10 @@ class FedHarmony(Method):
             trim: "trimmed": share cut at each end.
             memory: teach from "all_seen" clients or the "last_cohort" only.
             staleness_decay: weight of an entry per round of age.
+            table_mb: megabytes (10⁶ bytes) of matrices the server remembers one by one, and never
+                less than the last cohort. What is older goes into running sums ("median" and
+                "trimmed" forget it): it still teaches, and fades, but a client whose matrix is in
+                the sums can no longer be left out of its own teacher.
             teacher: "last_round" uses R_j uploaded with the models (one exchange per round);
                 "this_round" asks the cohort for R_j of the received model first.
             cold_start: round 0 trains without a teacher ("none"), or with one made from the
@@ -123,6 +139,7 @@ class FedHarmony(Method):
         trim: Annotated[float, Ge(0), Lt(0.5)] = 0.1
         memory: Literal["all_seen", "last_cohort"] = "all_seen"
         staleness_decay: Annotated[float, Gt(0), Le(1)] = 0.9
+        table_mb: Annotated[int, Ge(1)] = 256
         teacher: Literal["last_round", "this_round"] = "last_round"
         cold_start: Literal["none", "labels"] = "none"
         groups: Annotated[int, Ge(1)] | None = None
@@ -177,6 +194,17 @@ class FedHarmony(Method):
             "eps": config.epsilon,
             "clamp": config.clamp,
         }
+        self.operator_options: dict[str, Any] = {
+            "operator": config.consensus,
+            "kappa": config.kappa,
+            "min_examples": config.min_examples,
+            "decay": config.staleness_decay,
+            "eps": config.epsilon,
+            "clamp": config.clamp,
+        }
+        self.triangle = task.classes * (task.classes + 1) // 2
+        #: Clients whose matrices (float32) fit into the table.
+        self.capacity = max(1, config.table_mb * 10**6 // (4 * self.triangle))
 
     # -- Eq. (1), (2): a client's correlation, from its own scores ---------------------------------
 
@@ -185,8 +213,10 @@ class FedHarmony(Method):
         classes = self.task.classes
 
         def start(params: Mapping[str, Tensor]) -> Tensors:
-            zeros = torch.zeros(classes + 1, classes, dtype=torch.float64)
-            return {"rows": torch.zeros((), dtype=torch.float64), "sums": zeros}
+            device = next((tensor.device for tensor in params.values()), None)
+            zero = torch.zeros((), dtype=torch.float64, device=device)
+            # One number, seen (C + 1) · C times: memory is first needed for the stack of clients.
+            return {"rows": zero, "sums": zero.expand(classes + 1, classes)}
 
         def fold(carry: Tensors, values: Tensor, batch: Batch) -> Tensors:
             scores = values.sigmoid() if reads == "outputs" else values
@@ -200,8 +230,7 @@ class FedHarmony(Method):
             matrix = corr.correlation(moments, **self.options)
             return {"upper": corr.pack_upper(matrix).float(), "marginal": moments.first.float()}
 
-        triangle = classes * (classes + 1) // 2
-        shapes = {"upper": (triangle,), "marginal": (classes,)}
+        shapes = {"upper": (self.triangle,), "marginal": (classes,)}
         return Sweep(CORRELATION, reads, start, fold, finish, lambda params: shapes)
 
     def stages(self, round: int) -> Sequence[Stage]:
@@ -219,30 +248,33 @@ class FedHarmony(Method):
         def collect(
             state: Record, round: int, sent: Mapping[int, Record], replies: Iterator[Reply]
         ) -> Outcome:
-            return Outcome(self._remember(state, round - 1, list(replies)))
+            # A cohort as a whole; all clients in parts that fit into a table with a limit.
+            limited = everyone and self.config.memory == "all_seen"
+            while part := list(islice(replies, self.capacity if limited else None)):
+                state = self._remember(state, round - 1, part)
+            return Outcome(state)
 
         return Stage("correlate", super().broadcast, collect, False, sweep, everyone)
 
     # -- Eq. (3), Algorithm 1: what the others agree on --------------------------------------------
 
-    def consensus(self, table: Mapping[str, Tensor], round: int) -> Consensus:
-        """The operator A over the table, ready to leave one client out in O(C²)."""
-        examples = table["examples"]
-        floor = (0.5 / examples).clamp(min=self.config.min_support).unsqueeze(-1)
+    def consensus(self, state: Record, round: int) -> Consensus:
+        """The operator A over all that is remembered, ready to leave clients out in O(C²) each."""
+        folded = state.get(FOLDED)
         return consolidate(
-            corr.unpack_upper(table["upper"], self.task.classes),
-            operator=self.config.consensus,
-            examples=examples,
-            supports=table["marginal"] >= floor,
-            marginals=table["marginal"],
-            ages=(round - 1 - table["round"]).clamp(min=0),
-            kappa=self.config.kappa,
-            min_examples=self.config.min_examples,
-            decay=self.config.staleness_decay,
+            **self._uploads(state.get(TABLE), round)._asdict(),
+            folded=folded,
+            folded_age=(round - 1 - folded["round"]).clamp(min=0) if folded else 0,
             trim=self.config.trim,
-            eps=self.config.epsilon,
-            clamp=self.config.clamp,
+            **self.operator_options,
         )
+
+    def _uploads(self, table: Mapping[str, Tensor], round: int) -> Uploads:
+        """Rows of the table as round ``round`` sees them."""
+        examples, marginals = table["examples"], table["marginal"]
+        floor = (0.5 / examples).clamp(min=self.config.min_support).unsqueeze(-1)
+        ages = (round - 1 - table["round"]).clamp(min=0)
+        return Uploads(table["upper"], examples, marginals >= floor, marginals, ages)
 
     def clusters(self, matrix: Tensor, round: int) -> Tensor:
         """Algorithm 1 on a consensus matrix (unknown entries are 0)."""
@@ -253,27 +285,26 @@ class FedHarmony(Method):
         """θ for everybody; R*_k, its known entries, the clusters and λ_t for each."""
         messages = super().broadcast(state, round, clients)
         table = state.get(TABLE)
-        if not table or len(table["client"]) < 2:
+        if not table or (len(table["client"]) < 2 and not state.get(FOLDED)):
             return messages
-        consensus = self.consensus(table, round)
-        row = {int(client): j for j, client in enumerate(table["client"])}
+        consensus = self.consensus(state, round)
         common, known = consensus.full()
-        device = table["upper"].device
         kept = state.get(CLUSTERS).get("ids")
         if kept is None or round % self.config.cluster_every == 0:
             kept = self.clusters(common, round)
+        weight = torch.full((), self.align_weight(round), device=common.device)
+        rows = _rows(table["client"], clients)
+        # Clusters of a client's own are found from its matrix before it is rounded.
+        dtype = torch.float64 if self.config.client_clusters else torch.float32
+        left_out = zip(
+            *consensus.without_each([row for row in rows if row >= 0], dtype), strict=True
+        )
+        everyone = common.to(dtype), known
         personal = {}
-        for client in clients:
-            matrix, seen = consensus.without(row[client]) if client in row else (common, known)
+        for client, row in zip(clients, rows, strict=True):
+            matrix, seen = next(left_out) if row >= 0 else everyone
             ids = self.clusters(matrix, round) if self.config.client_clusters else kept
-            teacher = {
-                "matrix": matrix.float(),
-                "known": seen,
-                "clusters": ids,
-                "weight": torch.tensor(self.align_weight(round)),
-            }
-            # The consensus is formed on the CPU; clients train where the model is.
-            teacher = {name: tensor.to(device) for name, tensor in teacher.items()}
+            teacher = {"matrix": matrix.float(), "known": seen, "clusters": ids, "weight": weight}
             personal[client] = messages[client].replace({TEACHER: teacher})
         return personal
 
@@ -301,7 +332,7 @@ class FedHarmony(Method):
             "pairs": pairs,
             "moments": running.moments.values,
             "started": running.started,
-            "rate": torch.tensor(rate, dtype=torch.float32, device=pairs.device),
+            "rate": torch.full((), rate, dtype=torch.float32, device=pairs.device),
         }
 
     def _aligns(self, message: Groups) -> bool:
@@ -351,7 +382,7 @@ class FedHarmony(Method):
         if not heard:
             return Outcome(state)
         counts = torch.tensor([self.weight(reply) for reply in heard], dtype=torch.float64)
-        found = [self._misfit(reply, sent[reply.client]) for reply in heard]
+        found = self._misfits(heard, sent)
         # Nothing to compare is not a perfect fit: such a client counts as one without images.
         trust = [0 if s is None else r.examples for s, r in zip(found, heard, strict=True)]
         misfits = torch.tensor([s or 0.0 for s in found], dtype=torch.float64)
@@ -378,17 +409,26 @@ class FedHarmony(Method):
         shares = dict(zip([reply.client for reply in heard], weights.tolist(), strict=True))
         return Outcome(self._remember(state, round, heard), shares, {**log, **agreement})
 
-    def _misfit(self, reply: Reply, message: Record) -> float | None:
-        """s_k: the uploaded R_k against the teacher this client was sent, if they share a pair."""
-        teacher = message.get(TEACHER)
-        if not teacher:
-            return None
-        pairs = corr.pair_mask(teacher["clusters"], teacher["known"], diagonal=self.config.diagonal)
-        if not bool(pairs.any()):
-            return None
-        upper = reply.record.get(CORRELATION)["upper"]
-        matrix = corr.unpack_upper(upper, self.task.classes).double()
-        return float(self.discrepancy(matrix, teacher["matrix"].double(), pairs))
+    def _misfits(self, replies: Sequence[Reply], sent: Mapping[int, Record]) -> list[float | None]:
+        """s_k: each uploaded R_k against the teacher sent to it, None if they share no pair."""
+        teachers = [sent[reply.client].get(TEACHER) for reply in replies]
+        if not all(teachers):
+            return [None] * len(replies)
+        uploads = [reply.record.get(CORRELATION)["upper"] for reply in replies]
+        triangle = corr.Triangle(self.task.classes, uploads[0].device)
+        step = max(1, corr.numbers_at_once(uploads[0].device) // self.task.classes**2)
+        found = []
+        for start in range(0, len(replies), step):
+            upper = torch.stack(uploads[start : start + step])
+            matrix, known, clusters = (
+                torch.stack([teacher[name] for teacher in teachers[start : start + step]])
+                for name in ("matrix", "known", "clusters")
+            )
+            pairs = corr.pair_mask(clusters, known, diagonal=self.config.diagonal)
+            local = triangle.square(upper).double()
+            misfits = self.discrepancy(local, matrix.double(), pairs)
+            found.append(torch.stack([misfits, pairs.any(-1).any(-1).double()], -1))
+        return [s if shared else None for s, shared in torch.cat(found).tolist()]
 
     def _keep_clusters(
         self, state: Record, sent: Mapping[int, Record]
@@ -402,9 +442,13 @@ class FedHarmony(Method):
         return state.replace({CLUSTERS: {"ids": ids}}), log
 
     def _remember(self, state: Record, round: int, replies: Sequence[Reply]) -> Record:
-        """Put the replies' matrices into the table, over older entries of the same clients."""
-        if not replies:
-            return state
+        """Put the replies' matrices into the table, over older entries of the same clients.
+
+        The table holds what ``table_mb`` allows and at least these replies. When it overflows, the
+        oldest entries are folded into running sums. As long as their clients do not return, the
+        consensus is that of a table without limit; of a client that returns, the folded entry
+        stays beside the new one and fades.
+        """
         device = next(iter(replies[0].record.get(CORRELATION).values())).device
         fresh = {
             "client": torch.tensor([r.client for r in replies], device=device),
@@ -416,19 +460,46 @@ class FedHarmony(Method):
             },
         }
         table = state.get(TABLE)
-        if table and self.config.memory == "all_seen":
-            old = ~torch.isin(table["client"], fresh["client"])
-            fresh = {name: torch.cat([table[name][old], new]) for name, new in fresh.items()}
-            order = torch.argsort(fresh["client"])
-            fresh = {name: tensor[order] for name, tensor in fresh.items()}
-        return state.replace({TABLE: fresh})
+        if not table or self.config.memory == "last_cohort":
+            return state.replace({TABLE: fresh})
+        old = (~torch.isin(table["client"], fresh["client"])).nonzero().squeeze(1)
+        excess = len(old) + len(replies) - self.capacity
+        if excess > 0:
+            # The table is in client order and the sort is stable: by round, then client.
+            oldest = old[table["round"][old].argsort(stable=True)]
+            state = self._fold(state, {n: t[oldest[:excess]] for n, t in table.items()}, round)
+            old = oldest[excess:]
+        fresh = {name: torch.cat([table[name][old], new]) for name, new in fresh.items()}
+        order = torch.argsort(fresh["client"])
+        return state.replace({TABLE: {name: tensor[order] for name, tensor in fresh.items()}})
+
+    def _fold(self, state: Record, leaving: Mapping[str, Tensor], round: int) -> Record:
+        """Add rows that leave the table to the running sums, where the operator has such sums."""
+        if self.config.consensus not in get_args(WeightedOperator):
+            return state
+        device, folded = leaving["upper"].device, state.get(FOLDED)
+        sums = ConsensusSums(self.task.classes, device=device, **self.operator_options)
+        if folded:
+            sums.restore(folded, round - folded["round"])
+        sums.add(self._uploads(leaving, round + 1))
+        now = torch.full((), round, device=device)
+        return state.replace({FOLDED: {**sums.tensors(), "round": now}})
 
     def artifacts(self, state: Record) -> Tensors:
         """The consensus of all clients heard so far, and the label clusters."""
         table = state.get(TABLE)
         if not table:
             return {}
-        matrix, known = self.consensus(table, int(table["round"].max()) + 1).full()
+        matrix, known = self.consensus(state, int(table["round"].max()) + 1).full()
         ids = state.get(CLUSTERS).get("ids")
         ids = self.clusters(matrix, self.task.rounds) if ids is None else ids
         return {"consensus": matrix.float(), "consensus_known": known, "clusters": ids}
+
+
+def _rows(table: Tensor, clients: Sequence[int]) -> list[int]:
+    """Where each client stands in the table's list of clients, −1 for one that is not there."""
+    ids, order = table.sort()
+    wanted = torch.tensor(clients, device=table.device)
+    place = torch.searchsorted(ids, wanted).clamp(max=len(ids) - 1)
+    rows: list[int] = torch.where(ids[place] == wanted, order[place], -1).tolist()
+    return rows

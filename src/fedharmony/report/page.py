@@ -637,11 +637,11 @@ def _clients(subject: _Subject) -> Section | None:
             return None
         return Section("clients", "Clients", "How the images are split.", (), facts=facts)
     order = subject.order(run)
-    counts = run.matrices.get("client_label_counts")
-    if counts is not None and len(order.index) != counts.shape[1]:
-        counts = None
+    shares = run.matrices.get("client_label_shares")
+    if shares is not None and len(order.index) != shares.shape[1]:
+        shares = None
     picture = plots.client_picture(
-        "clients-0", run.matrices["client_sizes"], counts, order, run.classes
+        "clients-0", run.matrices["client_sizes"], shares, order, run.classes
     )
     lead = "How the training images are split: each column is a client."
     return Section("clients", "Clients", lead, (picture,), facts=facts)

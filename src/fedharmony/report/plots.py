@@ -21,7 +21,7 @@ import io
 import math
 import re
 import warnings
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
 from typing import Any, TypeAlias
@@ -31,7 +31,8 @@ import numpy as np
 import numpy.typing as npt
 from matplotlib.axes import Axes
 from matplotlib.figure import Figure
-from matplotlib.patches import Rectangle
+from matplotlib.patches import PathPatch, Rectangle
+from matplotlib.path import Path
 from matplotlib.ticker import FuncFormatter, MaxNLocator, NullLocator
 
 from fedharmony.report.load import Array, LabelScore, RunView, number
@@ -528,10 +529,28 @@ def _margin(names: Sequence[str]) -> float:
 
 def _rows(axes: Axes, names: Sequence[str]) -> None:
     """Make the vertical axis a list of names, first on top."""
-    axes.set_yticks(range(len(names)), names, color=_INK)
+    _names(axes, range(len(names)), names)
     axes.set_ylim(len(names) - 0.4, -0.6)
     axes.grid(True, axis="x")
-    axes.grid(False, axis="y")
+
+
+def _names(
+    axes: Axes,
+    positions: Iterable[float],
+    names: Sequence[str],
+    size: float = _FONT,
+    pad: float = 3.5,
+    colour: str = _INK,
+) -> None:
+    """Write names along the vertical axis, ``pad`` to its left, in place of ticks.
+
+    Tick labels would look the same; but a tick is five objects, and takes long to make.
+    """
+    axes.set_yticks([])
+    transform, vertical, horizontal = axes.get_yaxis_text1_transform(pad)
+    style: dict[str, Any] = {"va": vertical, "ha": horizontal, "color": colour, "fontsize": size}
+    for position, text in zip(positions, names, strict=True):
+        axes.text(0, position, text, transform=transform, **style)
 
 
 # -------------------------------------------------------------------------------- heat maps
@@ -640,11 +659,10 @@ def correlation_map(
                 )
             )
         if named:
-            axes.set_yticks(np.arange(size) + 0.5, names, color=_INK)
-            axes.tick_params(axis="y", labelsize=min(_FONT, 0.92 * side / size), pad=3)
+            _names(axes, np.arange(size) + 0.5, names, min(_FONT, 0.92 * side / size), pad=3)
         elif order.clusters:
             middles = [(a + b) / 2 for a, b in order.clusters]
-            axes.set_yticks(middles, [str(i + 1) for i in range(len(middles))], color=_MUTED)
+            _names(axes, middles, [str(i + 1) for i in range(len(middles))], colour=_MUTED)
         _frame(axes)
         return Picture(title, _svg(figure, name, f"Heat map: {title}"), note)
 
@@ -714,35 +732,34 @@ def _frame(axes: Axes) -> None:
 
 
 def client_picture(
-    name: str, sizes: Array, counts: Array | None, order: LabelOrder, labels: Sequence[str]
+    name: str, sizes: Array, shares: Array | None, order: LabelOrder, labels: Sequence[str]
 ) -> Picture:
     """Who holds what: images per client, and below the share of them that carries each label.
 
     Args:
         name: Identifier, unique in the page.
         sizes: ``(K,)`` images per client.
-        counts: ``(K, C)`` positives per client and label, or None.
+        shares: Share of the images that carry each label, a row for each client or group of
+            clients, largest first (see :func:`fedharmony.partition.report.label_shares`), or None.
         order: Order of the labels.
         labels: Label names.
     """
     clients = np.argsort(-sizes, kind="stable")
-    rows = len(order.index) if counts is not None else 0
+    rows = len(order.index) if shares is not None else 0
     named = 0 < rows <= MOST_NAMED_LABELS and len(labels) == rows
     names = [printable(labels[i], 18) for i in order.index] if named else []
     left = max(38.0, _margin(names) - 6)
     top, bars = 6.0, 84.0
     below = (max(120.0, 11.5 * rows) if named else 240.0) if rows else 0.0
     height = top + bars + (12 + below if below else 0) + 22
-    shares = None
-    if counts is not None:
-        ordered = counts[np.ix_(clients, order.index)]
-        shares = _shrink((ordered / np.maximum(sizes[clients], 1)[:, None]).T, np.nanmean)
+    if shares is not None:
+        shares = _shrink(shares.T[order.index], np.nanmean)
     with _drawing(name):
         figure = Figure(figsize=(WIDTH / 72, height / 72), dpi=72)
         upper = figure.add_axes(_box(height, left, 6, top, height - top - bars))
         edges = np.arange(len(sizes) + 1, dtype=np.float64)
         if len(sizes) <= 120:
-            upper.bar(edges[:-1] + 0.5, sizes[clients], width=0.78, color=_SERIES[0], linewidth=0)
+            _bars(upper, sizes[clients])
         else:
             upper.stairs(sizes[clients], edges, fill=True, color=_SERIES[0], linewidth=0)
         upper.set_xlim(0, len(sizes))
@@ -752,13 +769,25 @@ def client_picture(
             lower = figure.add_axes(_box(height, left, 6, top + bars + 12, 22))
             pixels = _sequential(shares, _share_limit(shares))
             _image(lower, pixels, (0, len(sizes), rows, 0))
-            lower.set_yticks(np.arange(len(names)) + 0.5, names, color=_INK)
-            lower.tick_params(axis="y", labelsize=min(_FONT, 0.92 * below / rows), pad=3)
+            size = min(_FONT, 0.92 * below / rows)
+            _names(lower, np.arange(len(names)) + 0.5, names, size, pad=3)
             _frame(lower)
         last = lower if shares is not None else upper
         last.set_xlabel(f"{len(sizes):,} clients, largest first", labelpad=5)
         svg = _svg(figure, name, "Images per client, and share of them carrying each label")
     return Picture("Images per client and label shares", svg, _client_note(sizes, shares))
+
+
+def _bars(axes: Axes, heights: Array) -> None:
+    """Bars side by side, one per unit, as a single shape: a hundred of their own take long."""
+    left = np.arange(len(heights)) + 0.11
+    right, low = left + 0.78, np.zeros(len(heights))
+    corners = [(left, low), (right, low), (right, heights), (left, heights)]
+    outlines = np.stack([np.stack(corner, axis=1) for corner in corners], axis=1)
+    path = Path.make_compound_path_from_polys(outlines)
+    shape = axes.add_patch(PathPatch(path, color=_SERIES[0], linewidth=0))
+    shape.sticky_edges.y.append(0)  # bars stand on the axis, without a margin
+    axes.autoscale_view()
 
 
 def _share_limit(shares: Array) -> float:
@@ -881,17 +910,16 @@ def weights_map(name: str, title: str, run: RunView) -> Picture:
     clients = len(sizes) if sizes is not None else int(run.start.get("clients") or 0)
     seen = [int(k) for e in run.rounds for k in (*(e.get("weights") or {}), *e.get("cohort", ()))]
     clients = max([clients, *(k + 1 for k in seen)])
-    weights = np.full((clients, max(run.rounds_total, 1)), np.nan)
+    rows = _client_rows(np.zeros(clients) if sizes is None else sizes)
+    weights = np.full((min(clients, MOST_CELLS), max(run.rounds_total, 1)), np.nan)
     absent = np.zeros_like(weights, dtype=bool)
     for event in run.rounds:
         column = int(event["round"])
         for client, weight in (event.get("weights") or {}).items():
-            weights[int(client), column] = number(weight)
+            place = rows[int(client)], column
+            weights[place] = np.fmax(weights[place], number(weight))
         lost = [*event.get("dropped", ()), *(f["client"] for f in event.get("failures", ()))]
-        absent[[int(k) for k in lost], column] = True
-    if sizes is not None:
-        order = np.argsort(-sizes, kind="stable")
-        weights, absent = weights[order], absent[order]
+        absent[rows[[int(k) for k in lost]], column] = True
     limit = float(np.nanmax(weights)) if np.isfinite(weights).any() else 1.0
     with _drawing(name):
         figure, axes = _canvas(250, left=30, right=8)
@@ -906,6 +934,19 @@ def weights_map(name: str, title: str, run: RunView) -> Picture:
         if absent.any():
             note += " Orange: dropped out or failed."
         return Picture(title, _svg(figure, name, f"Heat map: {title}"), note)
+
+
+def _client_rows(sizes: Array) -> npt.NDArray[np.int64]:
+    """The row of each client, largest first; neighbours share one if there are more than cells.
+
+    >>> _client_rows(np.array([3.0, 9.0, 5.0])).tolist()
+    [2, 0, 1]
+    """
+    rank = np.empty(len(sizes), np.int64)
+    rank[np.argsort(-sizes, kind="stable")] = np.arange(len(sizes))
+    rows = min(len(sizes), MOST_CELLS)
+    ends = len(sizes) * np.arange(1, rows + 1) // max(1, rows)
+    return np.searchsorted(ends, rank, side="right")
 
 
 def same_weights(runs: Mapping[str, RunView]) -> list[list[str]]:

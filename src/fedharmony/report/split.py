@@ -12,6 +12,7 @@ import numpy as np
 
 from fedharmony.correlation import label_correlation
 from fedharmony.partition.base import Partition
+from fedharmony.partition.report import label_shares
 from fedharmony.report.plots import Picture, client_picture, label_order
 from fedharmony.types import Labels
 
@@ -23,11 +24,11 @@ LETTERS, LINE = 60, 14
 
 def split_picture(labels: Labels, partition: Partition, classes: Sequence[str]) -> str:
     """Images per client and label shares, as an SVG file that follows light and dark."""
-    counts = np.stack([labels[i].sum(axis=0, dtype=np.float64) for i in partition.indices])
+    shares = label_shares(labels, partition)
     matrix, _ = label_correlation(labels)
     order = label_order(None, matrix.numpy().astype(np.float64))
     sizes = partition.sizes.astype(np.float64)
-    return standalone(client_picture("split", sizes, counts, order, classes))
+    return standalone(client_picture("split", sizes, shares, order, classes))
 
 
 def standalone(picture: Picture) -> str:
