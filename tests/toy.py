@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from itertools import pairwise
 from pathlib import Path
 from typing import Any, Literal
@@ -19,6 +19,7 @@ from fedharmony.engine.federation import Federation, FederationSettings
 from fedharmony.engine.memory import ClientMemory
 from fedharmony.engine.optimise import TrainSettings
 from fedharmony.engine.sampling import draw_schedule
+from fedharmony.engine.training import Means
 from fedharmony.losses import LossSettings
 from fedharmony.methods.base import Method, Task, methods
 from fedharmony.models.base import Backbone, InputSpec, Model, Shapes, linear
@@ -92,12 +93,16 @@ class Toy:
     loss: LossSettings = field(default_factory=LossSettings)
     memory: Path | None = None
     changes: AugmentSettings = field(default_factory=AugmentSettings)
+    means: Means = field(default_factory=Means)
     federation: FederationSettings = field(default_factory=FederationSettings)
     method_class: type[Method] | None = None
     data: LabelledImages | None = None
+    device: str = "cpu"
 
     def __post_init__(self) -> None:
         self.data = self.data or toy_data(sum(self.sizes))
+        if self.device != "cpu" and isinstance(self.data.images, TensorImages):
+            self.data = replace(self.data, images=self.data.images.to(self.device))
         classes = self.data.labels.shape[1]
         self.task = Task(
             classes=classes,
@@ -127,11 +132,12 @@ class Toy:
             split(self.sizes),
             settings,
             self.seed,
-            torch.device("cpu"),
+            torch.device(self.device),
             sweep_batch=5,
             frozen=self.parameters()[1],
             memory=ClientMemory(self.memory),
             changes=self.changes,
+            means=self.means,
         )
         self.transport: Any = InProcess(self.trainer, self.stack)
 
@@ -142,7 +148,7 @@ class Toy:
 
     def initial(self) -> Record:
         trained, frozen = self.parameters()
-        return self.method.init_state(trained, {}).replace({FROZEN: frozen})
+        return self.method.init_state(trained, {}).replace({FROZEN: frozen}).to(self.device)
 
     def loop(self) -> Federation:
         cohort = self.cohort or len(self.sizes)
@@ -170,4 +176,5 @@ def same_bits(a: Record, b: Record) -> bool:
 def largest_difference(a: Record, b: Record) -> float:
     first, second = dict(a.tensors()), dict(b.tensors())
     assert first.keys() == second.keys()
-    return max(float((first[n].double() - second[n].double()).abs().max()) for n in first)
+    pairs = [(first[n].double().cpu(), second[n].double().cpu()) for n in first]
+    return max(float((a - b).abs().max()) for a, b in pairs)

@@ -7,7 +7,9 @@ from collections.abc import Mapping
 import torch
 from torch import Tensor
 
-from fedharmony.types import BUFFERS, PARAMS, Record, Tensors
+from fedharmony.types import BUFFERS, PARAMS, Layout, Packed, Record, Tensors
+
+_ROW = "row"  # where packed tensors are one
 
 
 class RunningMean:
@@ -27,11 +29,14 @@ class RunningMean:
         self.weight = 0.0
         self._sums: Tensors = {}
         self._types: dict[str, torch.dtype] = {}
+        self._layout: Layout | None = None
 
     def add(self, tensors: Mapping[str, Tensor], weight: float) -> None:
         """Fold one client's tensors in with a weight that need not be normalised."""
+        if not self.weight and isinstance(tensors, Packed):
+            self._layout = tensors.layout
         self.weight += weight
-        for name, tensor in tensors.items():
+        for name, tensor in self._parts(tensors).items():
             if name not in self._sums:
                 self._types[name] = tensor.dtype
                 floating = tensor.is_floating_point()
@@ -39,13 +44,28 @@ class RunningMean:
             elif tensor.is_floating_point():
                 self._sums[name].add_(tensor, alpha=weight)
 
-    def result(self, exact: bool = False) -> Tensors:
+    def _parts(self, tensors: Mapping[str, Tensor]) -> Mapping[str, Tensor]:
+        """The tensors; as one if all so far were packed alike (the same sums, far fewer calls)."""
+        if self._layout is None:
+            return tensors
+        if isinstance(tensors, Packed) and tensors.layout == self._layout:
+            return {_ROW: tensors.row}
+        if _ROW in self._sums:  # packed so far: go on by name
+            row, dtype = self._sums.pop(_ROW), self._types.pop(_ROW)
+            self._sums = self._layout.views(row)
+            self._types = dict.fromkeys(self._sums, dtype)
+        self._layout = None
+        return tensors
+
+    def result(self, exact: bool = False) -> Mapping[str, Tensor]:
         """The mean so far, in the tensors' own types; ``exact`` leaves means in float64."""
         means = {
             name: total / self.weight if total.is_floating_point() else total
             for name, total in self._sums.items()
         }
-        return means if exact else {name: t.to(self._types[name]) for name, t in means.items()}
+        if not exact:
+            means = {name: t.to(self._types[name]) for name, t in means.items()}
+        return means if self._layout is None else Packed(self._layout, means[_ROW])
 
 
 class ModelMean:
@@ -68,10 +88,13 @@ class ModelMean:
         """
         if not self.clients:
             return state
-        groups = {}
+        groups: dict[str, Mapping[str, Tensor]] = {}
         for group, mean in self._means.items():
             before = state.get(group)
             found = mean.result()
+            if isinstance(found, Packed) and found.keys() == before.keys():
+                groups[group] = found
+                continue
             fresh = {n: t for n, t in found.items() if t.is_floating_point() or n not in before}
             groups[group] = {**before, **fresh}
         return state.replace(groups)

@@ -14,24 +14,49 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from fedharmony.data.augment import AugmentSettings, augment, draw_changes
-from fedharmony.data.base import LabelledImages
+from fedharmony.data.augment import AugmentSettings, draw_changes
+from fedharmony.data.base import LabelledImages, TensorImages
 from fedharmony.engine.batches import Plan, plan_batches
+from fedharmony.engine.lanes import Trained
 from fedharmony.engine.memory import ClientMemory
-from fedharmony.engine.optimise import TrainSettings, clip_gradients, local_optimiser
+from fedharmony.engine.optimise import TrainSettings
 from fedharmony.engine.prefetch import gathered
 from fedharmony.engine.stacking import StackedMessage, expand, narrow, over_clients
+from fedharmony.engine.training import Means, Tick, Trainer, Work
 from fedharmony.losses import Batch, label_weights, positive_weights
 from fedharmony.methods.base import ClientView, Method, Stage, Sweep
 from fedharmony.models.base import Model, stack, unstack
 from fedharmony.rng import numpy_rng, torch_rng
 from fedharmony.types import BUFFERS, PARAMS, Index, Record, Reply, Tensors
 
-#: Called with (steps done, steps in all) during local training.
-Tick = Callable[[int, int], None]
-
 #: What the per-image gradients of one step of a sweep may occupy, in bytes.
 GRADIENT_BYTES = {"cpu": 1 << 28, "cuda": 1 << 33}
+
+
+class _Side:
+    """One of several sequences of work on a device, in a stream of its own where there are any."""
+
+    def __init__(self, work: Iterator[None], device: torch.device) -> None:
+        self._work = work
+        self._stream: torch.cuda.Stream | None = None
+        if device.type == "cuda":
+            self._stream = torch.cuda.Stream(device)  # type: ignore[no-untyped-call]
+            self._stream.wait_stream(torch.cuda.current_stream(device))
+
+    def advance(self) -> bool:
+        """Do the next piece of work, if there is one."""
+        with torch.cuda.stream(self._stream):
+            return next(self._work, self) is not self
+
+    def join(self, results: Iterable[Trained]) -> None:
+        """What follows waits for this side; its results live on there."""
+        if self._stream is None:
+            return
+        current = torch.cuda.current_stream(self._stream.device)
+        current.wait_stream(self._stream)
+        for trained in results:
+            for tensor in (trained.losses, *trained.params.values()):
+                tensor.record_stream(current)
 
 
 class Cohort:
@@ -49,6 +74,7 @@ class Cohort:
         frozen: the model's frozen tensors, which never travel.
         memory: what clients keep between rounds.
         changes: random changes of training images.
+        means: how to compute.
     """
 
     def __init__(
@@ -64,15 +90,50 @@ class Cohort:
         frozen: Mapping[str, Tensor] | None = None,
         memory: ClientMemory | None = None,
         changes: AugmentSettings | None = None,
+        means: Means | None = None,
     ) -> None:
-        self.model, self.method, self.settings = model, method, settings
+        self.means = means or Means()
+        self.model = model.compiled(self.means.backend) if self.means.compile else model
+        self.method, self.settings = method, settings
         self.images, self.clients, self.seed, self.device = data.images, clients, seed, device
+        self.sizes = [len(index) for index in clients]
         self.sweep_batch = sweep_batch
         self.frozen = {name: tensor.to(device) for name, tensor in (frozen or {}).items()}
         self.memory = memory or ClientMemory()
         self.changes = changes or AugmentSettings()
         self.labels = torch.from_numpy(data.labels).to(device)
         self.known = None if data.known is None else torch.from_numpy(data.known).to(device)
+        self._trainers = [self._trainer()]
+
+    def _trainer(self) -> Trainer:
+        """Memory and programs for one stack at a time."""
+        images, device = self.images, self.device
+        resident = isinstance(images, TensorImages) and images.pixels.device == device
+        return Trainer(
+            self.model,
+            self.method,
+            self.settings,
+            device,
+            self.means,
+            self.frozen,
+            self.changes,
+            self._gathered,
+            (lambda index: images.gather(index, device)) if resident else None,
+            self._batch,
+        )
+
+    def rows(self, client: int) -> int:
+        """Rows of a batch that a stack needs whose largest client this is."""
+        return self.means.rows(self.sizes[client], self.settings.batch_size)
+
+    def steps(self, client: int) -> int:
+        """Steps of a client in a round."""
+        return self.settings.epochs * -(-self.sizes[client] // self.settings.batch_size)
+
+    def release(self) -> None:
+        """Give memory back that is kept from stack to stack."""
+        for trainer in self._trainers:
+            trainer.release()
 
     def run(
         self,
@@ -82,25 +143,82 @@ class Cohort:
         tick: Tick = lambda done, total: None,
     ) -> list[Reply]:
         """Carry out a stage for the clients of ``messages`` as one stack; replies in order."""
-        clients = sorted(messages, key=lambda k: -len(self.clients[k]))
-        message = StackedMessage([messages[k] for k in clients])
-        tensors = message.stacked(PARAMS)
-        results: list[dict[str, Tensors]] = [{} for _ in clients]
+        work = self._work(round, messages) if stage.train else None
+        trained = None if work is None else self._trainers[0].train(work, tick)
+        return self._answers(stage, round, messages, work, trained)
+
+    def run_abreast(
+        self, stage: Stage, round: int, stacks: Sequence[Mapping[int, Record]]
+    ) -> list[Reply]:
+        """A stage with training for several stacks: the first one beside all the others.
+
+        On a GPU both sides have a stream of their own, so that the narrow end of one fills up with
+        the work of the other. Results do not depend on it.
+        """
+        if len(self._trainers) < 2:
+            self._trainers.append(self._trainer())
+        works = [self._work(round, messages) for messages in stacks]
+        trained: dict[int, Trained] = {}
+        sides = [
+            _Side(self._side(trainer, works, share, trained), self.device)
+            for trainer, share in zip(self._trainers, ([0], range(1, len(works))), strict=True)
+        ]
+        while [side for side in sides if side.advance()]:
+            pass
+        for side in sides:
+            side.join(trained.values())
+        replies = [
+            self._answers(stage, round, messages, works[i], trained[i])
+            for i, messages in enumerate(stacks)
+        ]
+        return [reply for part in replies for reply in part]
+
+    def _side(
+        self,
+        trainer: Trainer,
+        works: Sequence[Work],
+        share: Iterable[int],
+        trained: dict[int, Trained],
+    ) -> Iterator[None]:
+        """One stack of a share after the other, step by step."""
+        for i in share:
+            steps = trainer.steps(works[i])
+            while i not in trained:
+                try:
+                    next(steps)
+                except StopIteration as done:
+                    trained[i] = done.value
+                yield
+
+    def _answers(
+        self,
+        stage: Stage,
+        round: int,
+        messages: Mapping[int, Record],
+        work: Work | None,
+        trained: Trained | None,
+    ) -> list[Reply]:
+        """The pass over local data, and the replies in the order of the messages."""
+        clients = self._by_size(messages)
+        message = work.message if work else StackedMessage([messages[k] for k in clients])
+        results: list[dict[str, Mapping[str, Tensor]]] = [{} for _ in clients]
         scalars: list[dict[str, float]] = [{} for _ in clients]
-        if stage.train:
-            tensors = {name: t.clone() for name, t in tensors.items()}
-            losses, steps = self._train(round, clients, messages, message, tensors, tick)
-            for m in range(len(clients)):
-                results[m][PARAMS] = unstack(tensors, m)
-                results[m][BUFFERS] = {}
-                scalars[m] = {"loss": float(losses[m] / steps[m]), "steps": int(steps[m])}
         if stage.sweep is not None:
-            params = {name: tensor.detach() for name, tensor in tensors.items()}
-            for part in self._sweep_stacks(stage.sweep, clients, params):
-                own = {name: tensor[part] for name, tensor in params.items()}
+            tensors = trained.params if trained else message.stacked(PARAMS)
+            for part in self._sweep_stacks(stage.sweep, clients, tensors):
+                own = {name: tensor[part] for name, tensor in tensors.items()}
                 swept = self._sweep(stage.sweep, round, clients[part], messages, own)
                 for m, result in enumerate(results[part]):
                     result[stage.sweep.group] = unstack(swept, m)
+        if trained and work:  # last: the losses are read when all work has been given out
+            steps, total = work.plan.steps, sum(self.sizes[k] for k in clients)
+            for m, loss in enumerate(trained.losses.tolist()):
+                results[m] = {PARAMS: trained.each[m], BUFFERS: {}, **results[m]}
+                scalars[m] = {
+                    "loss": loss / int(steps[m]),
+                    "steps": int(steps[m]),
+                    "rows": trained.rows * self.sizes[clients[m]] / total,  # padding is shared
+                }
         replies = {
             k: Reply(k, len(self.clients[k]), Record(results[m], scalars[m]))
             for m, k in enumerate(clients)
@@ -113,97 +231,48 @@ class Cohort:
 
     # -- training ---------------------------------------------------------------------------------
 
-    def _train(
-        self,
-        round: int,
-        clients: Sequence[int],
-        messages: Mapping[int, Record],
-        message: StackedMessage,
-        tensors: Tensors,
-        tick: Tick,
-    ) -> tuple[Tensor, Index]:
-        """E epochs with a fresh optimiser, in place on ``tensors``; summed loss and steps."""
-        method = self.method
-        plan = plan_batches([self._epochs(round, k) for k in clients], self.settings.batch_size)
+    def _by_size(self, clients: Iterable[int]) -> list[int]:
+        return sorted(clients, key=lambda k: -self.sizes[k])
+
+    def _work(self, round: int, messages: Mapping[int, Record]) -> Work:
+        """E epochs of each client of a stack, largest first."""
+        method, clients = self.method, self._by_size(messages)
+        message = StackedMessage([messages[k] for k in clients])
+        plan = plan_batches([self._epochs(round, k) for k in clients], self.rows(clients[0]))
         views = [self.view(k, round) for k in clients]
-        carry = stack([method.carry(v, messages[k]) for v, k in zip(views, clients, strict=True)])
-        weights = self._label_weights(clients)
-        own, common = (
-            [torch_rng(self.seed, purpose, round, k) for k in clients]
-            for purpose in ("draws", "augment")
+        carry = [method.carry(v, messages[k]) for v, k in zip(views, clients, strict=True)]
+        changes = functools.partial(draw_changes, self.changes)
+        return Work(
+            plan,
+            message,
+            stack(carry),
+            self._label_weights(clients),
+            self._drawn(method.draw, "draws", round, clients, plan) if method.draws else {},
+            self._drawn(changes, "augment", round, clients, plan) if self.changes.active else {},
         )
-        normalise = over_clients(method.normalise, (0, message.dims, 0))
-        inputs = over_clients(method.inputs, (0, message.dims, 0 if method.consults else None))
-        loss = over_clients(method.loss, (0, 0, message.dims, 0))
-        dtype = next(iter(tensors.values())).dtype  # a run is as precise as its parameters
-        received, fixed = message.stacked(PARAMS), self._fixed(len(clients), dtype)
-        losses = torch.zeros(len(clients), device=self.device)
-        optimiser = None
-        for first, last, width in plan.segments():
-            params = narrow(tensors, width)
-            leaves = [tensor.requires_grad_() for tensor in params.values()]
-            optimiser = local_optimiser(self.settings, leaves, optimiser)
-            groups, carry = message.first(width), narrow(carry, width)
-            start, constant = narrow(received, width), narrow(fixed, width)
-            steps = (self._index(plan, step, width) for step in range(first, last))
-            for step, (index, pixels) in enumerate(self._gathered(steps), start=first):
-                batch = self._batch(index, narrow(weights, width))
-                batch = batch._replace(draws=self._draws(method.draw, own[:width]))
-                pixels = self._changed(pixels, common[:width])
-                images = normalise(pixels, groups, batch.draws).to(dtype)
-                opinion = None
-                if method.consults:
-                    with torch.no_grad():
-                        opinion = self.model.apply({**start, **constant}, images)
-                batch = batch._replace(inputs=inputs(batch, groups, opinion))
-                outputs = self.model.apply({**params, **constant}, images, batch.inputs)
-                values, carry = loss(outputs, batch, groups, carry)
-                optimiser.zero_grad()
-                torch.autograd.backward(values.sum())
-                self._step(optimiser, params, start, message, groups, carry)
-                losses[:width] += values.detach()
-                tick(step + 1, len(plan.index))
-        return losses, plan.steps
 
-    @torch.no_grad()
-    def _step(
-        self,
-        optimiser: torch.optim.Optimizer,
-        params: Tensors,
-        start: Tensors,
-        message: StackedMessage,
-        groups: Mapping[str, Tensors],
-        carry: Tensors,
-    ) -> None:
-        """One step of the optimiser, with the method's pull and limit on the gradient."""
-        method = self.method
-        pull = over_clients(method.pull, (0, 0, message.dims, 0))
-        if not method.pull_after_step:
-            for name, gradient in pull(params, start, groups, carry).items():
-                before = params[name].grad
-                params[name].grad = gradient if before is None else before.add_(gradient)
-        if method.max_grad_norm is not None:
-            clip_gradients(list(params.values()), method.max_grad_norm)
-        optimiser.step()
-        if method.pull_after_step:
-            for name, gradient in pull(params, start, groups, carry).items():
-                params[name].sub_(gradient, alpha=self.settings.lr)
-
-    def _draws(
+    def _drawn(
         self,
         draw: Callable[[torch.Generator, int], Tensors],
-        generators: Sequence[torch.Generator],
+        purpose: str,
+        round: int,
+        clients: Sequence[int],
+        plan: Plan,
     ) -> Tensors:
-        """What is drawn for one step, stacked; padding rows draw too."""
-        drawn = [draw(generator, self.settings.batch_size) for generator in generators]
-        return {name: tensor.to(self.device) for name, tensor in stack(drawn).items()}
+        """What is drawn for all steps, (S, M, B, ...) each, every client from its own generator.
 
-    def _changed(self, pixels: Tensor, generators: Sequence[torch.Generator]) -> Tensor:
-        """Training images after the random changes that settings ask for."""
-        if not self.changes.active:
-            return pixels
-        drawn = self._draws(functools.partial(draw_changes, self.changes), generators)
-        return augment(self.changes, pixels, drawn)
+        A batch draws for as many rows as a full one, whatever it holds.
+        """
+        steps, wide, rows = len(plan.index), self.means.width(len(clients)), plan.index.shape[2]
+        places: Tensors = {}
+        for m, k in enumerate(clients):
+            generator = torch_rng(self.seed, purpose, round, k)
+            for step in range(int(plan.steps[m])):
+                for name, drawn in draw(generator, self.settings.batch_size).items():
+                    if name not in places:
+                        places[name] = drawn.new_zeros(steps, wide, rows, *drawn.shape[1:])
+                    places[name][step, m] = drawn[:rows]
+        return {name: tensor.to(self.device) for name, tensor in places.items()}
 
     def _epochs(self, round: int, client: int) -> Index:
         """(E, n_k) image indices, each epoch in its own random order."""
@@ -224,16 +293,18 @@ class Cohort:
     ) -> Tensors:
         """One pass over each client's data in stored order, with its own parameters."""
         message = StackedMessage([messages[k] for k in clients])
-        size = self._sweep_room(sweep, tensors)[0]
-        plan = plan_batches([self._seen(sweep, round, k)[None] for k in clients], size)
+        seen = [self._seen(sweep, round, k) for k in clients]
+        size = self.means.rows(len(seen[0]), self._sweep_room(sweep, tensors)[0])
+        plan = plan_batches([index[None] for index in seen], size)
+        read = tensors if sweep.reads == "gradients" else self.means.lowered(tensors)
         draws = self._sweep_draws(sweep, round, clients, plan)
         carry = stack([sweep.start(unstack(tensors, m)) for m in range(len(clients))])
         carry = {name: tensor.to(self.device) for name, tensor in carry.items()}
         fold = torch.vmap(sweep.fold)
         for first, last, width in plan.segments():
-            params, groups = narrow(tensors, width), message.first(width)
+            params, groups = narrow(read, width), message.first(width)
             part = narrow(carry, width)
-            steps = (self._index(plan, step, width, trim=True) for step in range(first, last))
+            steps = (self._index(plan, step, width) for step in range(first, last))
             looked: Iterator[tuple[Tensor, Tensor | None]] = ((index, None) for index in steps)
             if sweep.reads != "labels":
                 looked = iter(self._gathered(steps))
@@ -261,15 +332,16 @@ class Cohort:
             return batch.labels
         if sweep.reads == "images":
             return pixels
-        dtype = next(iter(params.values())).dtype
+        # Half-precision copies of matrices aside, a pass is as precise as its parameters.
+        dtype = next(t.dtype for t in params.values() if t.dtype != torch.bfloat16)
         normalise = over_clients(self.method.normalise, (0, message.dims, 0))
         images = normalise(pixels, groups, {}).to(dtype)
-        whole = {**params, **self._fixed(len(pixels), dtype)}
-        if sweep.reads == "features":
-            return self.model.features(whole, images)
         if sweep.reads == "gradients":
             return self._gradients(sweep, params, images, batch)
-        return self.model.apply(whole, images)
+        whole = {**params, **self._fixed(len(pixels), dtype)}
+        with self.means.autocast(self.device):
+            wanted = self.model.features if sweep.reads == "features" else self.model.apply
+            return wanted(whole, images).to(dtype)
 
     def _gradients(self, sweep: Sweep, params: Tensors, images: Tensor, batch: Batch) -> Tensors:
         """One gradient per image, (M, B, ...): each image is a client of the stacked model."""
@@ -342,10 +414,10 @@ class Cohort:
         """Indices and images of the steps to come."""
         return gathered(self.images, lambda i: self.images.gather(i, self.device), steps)
 
-    def _index(self, plan: Plan, step: int, width: int, trim: bool = False) -> Tensor:
-        """Image indices (width, B) of a step; trimmed, without rows that all clients only pad."""
+    def _index(self, plan: Plan, step: int, width: int) -> Tensor:
+        """Image indices (width, B) of a step, without rows that all clients only pad."""
         index = plan.index[step, :width]
-        if trim:
+        if not self.means.few_shapes:
             index = index[:, (index >= 0).any(axis=0)]
         return torch.from_numpy(index).to(self.device)
 
@@ -389,4 +461,4 @@ class Cohort:
         """What a client knows when a round begins."""
         memory = self.memory.read(client, before=round)
         kept = {name: tensor.to(self.device) for name, tensor in memory.items()}
-        return ClientView(len(self.clients[client]), self._counts(client)[0], kept)
+        return ClientView(self.sizes[client], lambda: self._counts(client)[0], kept)

@@ -9,12 +9,13 @@ from typing import Annotated, Any, Literal
 
 import torch
 from annotated_types import Ge, Gt, Le, Lt
+from torch import Tensor
 
 from fedharmony.engine.sampling import drops_out
 from fedharmony.errors import ClientLimitError
 from fedharmony.methods.base import Method, Stage
 from fedharmony.transport.base import Transport
-from fedharmony.types import PARAMS, Failure, Record, Reply
+from fedharmony.types import PARAMS, Failure, Packed, Record, Reply
 
 Event = dict[str, Any]
 Shapes = Mapping[str, Mapping[str, tuple[int, ...]]]
@@ -48,6 +49,7 @@ class Tally:
 
     examples: int = 0
     images: int = 0
+    rows: float = 0.0
     loss: float = 0.0
     bytes_down: int = 0
     bytes_up: int = 0
@@ -64,6 +66,7 @@ class Tally:
             self.reported.append(reply.client)
             self.examples += reply.examples
             self.images += reply.examples * epochs
+            self.rows += float(reply.record.scalars.get("rows", 0.0))
             self.loss += float(reply.record.scalars.get("loss", 0.0)) * reply.examples
 
     def event(self, round: int, cohort: Sequence[int], seconds: float) -> Event:
@@ -72,11 +75,13 @@ class Tally:
             "event": "round",
             "round": round,
             "cohort": list(cohort),
-            "reported": self.reported,
+            "reported": sorted(self.reported),
             "dropped": self.dropped,
-            "failures": [asdict(failure) for failure in self.failures],
+            "failures": [asdict(f) for f in sorted(self.failures, key=lambda f: f.client)],
             "examples": self.examples,
             "images": self.images,
+            # Share of the rows that clients computed on without an image in them.
+            "padding": 1 - self.images / self.rows if self.rows else None,
             "seconds": seconds,
             "images_per_second": self.images / seconds,
             "bytes_down": self.bytes_down,
@@ -124,12 +129,17 @@ class Federation:
     def _replies(
         self, stage: Stage, state: Record, round: int, sent: Mapping[int, Record], tally: Tally
     ) -> Iterator[Reply]:
-        """Good replies, in client order; drop-outs and failures only leave a note."""
+        """Good replies, largest clients first; drop-outs and failures only leave a note.
+
+        The order is one that a transport can train well in (clients of like size together), and
+        the same whatever the transport: sums over replies have the same bits.
+        """
         rate, expected = self.settings.drop_rate, self._expected(stage, state)
         lost = {k for k in sent if drops_out(rate, self.seed, round, k)}
         tally.dropped = sorted({*tally.dropped, *lost})
         tally.bytes_down += sum(message.nbytes for message in sent.values())
-        asked = {k: message for k, message in sent.items() if k not in lost}
+        order = sorted(sent, key=lambda k: (-self.transport.sizes[k], k))
+        asked = {k: sent[k] for k in order if k not in lost}
         for answer in self.transport.exchange(stage, round, asked):
             if isinstance(answer, Reply):
                 reason = problem(answer.record, expected)
@@ -171,13 +181,19 @@ def problem(record: Record, expected: Shapes) -> str | None:
         if tensors.keys() != shapes.keys():
             odd = sorted(tensors.keys() ^ shapes.keys())
             return f"group {group!r} has missing or unexpected tensors: {', '.join(odd[:3])}"
+        if isinstance(tensors, Packed):
+            found = dict(tensors.layout.shapes)
+        else:
+            found = {name: tuple(t.shape) for name, t in tensors.items()}
         for name, shape in shapes.items():
-            if tuple(tensors[name].shape) != shape:
-                return f"{group}/{name} has shape {tuple(tensors[name].shape)}, expected {shape}"
+            if found[name] != shape:
+                return f"{group}/{name} has shape {found[name]}, expected {shape}"
     # One look at the device for the whole record, not one per tensor.
-    named = [(name, t) for name, t in record.tensors() if t.is_floating_point()]
-    finite = torch.stack([t.isfinite().all() for _, t in named]) if named else torch.ones(0)
-    if not bool(finite.all()):
-        bad = next(name for (name, _), fine in zip(named, finite.tolist(), strict=True) if not fine)
-        return f"{bad} holds a value that is not finite"
-    return None
+    values: list[Tensor] = []
+    for members in record.groups.values():
+        values += [members.row] if isinstance(members, Packed) else members.values()
+    checks = [t.isfinite().all() for t in values if t.is_floating_point()]
+    if not checks or bool(torch.stack(checks).all()):
+        return None
+    bad = next(n for n, t in record.tensors() if t.is_floating_point() and not t.isfinite().all())
+    return f"{bad} holds a value that is not finite"

@@ -3,12 +3,13 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Mapping, Sequence
+from copy import copy
 from typing import Any
 
 import torch
 from torch import Tensor
 
-from fedharmony.types import BUFFERS, PARAMS, Record, Tensors
+from fedharmony.types import BUFFERS, PARAMS, Packed, Record, Tensors
 
 
 def over_clients(function: Callable[..., Any], dims: tuple[Any, ...]) -> Callable[..., Any]:
@@ -40,10 +41,18 @@ class StackedMessage:
         self._size = len(messages)
         self._groups: dict[str, Tensors] = {}
         self._shared: dict[str, dict[str, bool]] = {}
+        self._packed: dict[str, Packed] = {}
         for group, members in messages[0].groups.items():
+            others = [message.groups[group] for message in messages]
+            if all(other is members for other in others):
+                self._groups[group] = dict(members)
+                self._shared[group] = dict.fromkeys(members, True)
+                if isinstance(members, Packed):
+                    self._packed[group] = members
+                continue
             self._groups[group], self._shared[group] = {}, {}
             for name, tensor in members.items():
-                own = [message.groups[group][name] for message in messages]
+                own = [other[name] for other in others]
                 shared = all(other is tensor for other in own)
                 self._groups[group][name] = tensor if shared else torch.stack(own)
                 self._shared[group][name] = shared
@@ -60,6 +69,10 @@ class StackedMessage:
             for name, t in self._groups.get(group, {}).items()
         }
 
+    def packed(self, group: str) -> Packed | None:
+        """The group as one row, if all clients got the same one."""
+        return self._packed.get(group)
+
     def first(self, width: int) -> dict[str, Tensors]:
         """The own groups of the first ``width`` clients."""
         return {
@@ -69,3 +82,36 @@ class StackedMessage:
             }
             for group in self._own
         }
+
+    @property
+    def signature(self) -> object:
+        """Two messages with the same signature have the same shapes, but for the client axis."""
+        return frozenset(
+            (group, name, one, t.shape if one else t.shape[1:], t.dtype)
+            for group, members in self._groups.items()
+            for (name, t), one in zip(members.items(), self._shared[group].values(), strict=True)
+        )
+
+    def placed(self, size: int) -> StackedMessage:
+        """A copy with room for ``size`` clients, at addresses that :meth:`fill` keeps."""
+        made = copy(self)
+        made._size, made._packed = size, {}
+        made._groups = {
+            group: {
+                name: t.clone() if self._shared[group][name] else t.new_zeros(size, *t.shape[1:])
+                for name, t in members.items()
+            }
+            for group, members in self._groups.items()
+        }
+        return made
+
+    def fill(self, other: StackedMessage, model: bool = True) -> None:
+        """Take over the tensors of a message with the same signature, in place.
+
+        ``model``: the model's own too, not only the method's groups.
+        """
+        for group in self._groups if model else self._own:
+            for name, tensor in self._groups[group].items():
+                source = other._groups[group][name]
+                place = tensor if self._shared[group][name] else tensor[: len(source)]
+                place.copy_(source)

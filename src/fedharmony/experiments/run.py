@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import os
 import time
 from collections.abc import Callable, Sequence
 from contextlib import suppress
@@ -22,10 +23,12 @@ from fedharmony.engine.checkpoint import digest
 from fedharmony.engine.cohort import Cohort
 from fedharmony.engine.federation import Event, Federation
 from fedharmony.engine.memory import ClientMemory
+from fedharmony.engine.room import StackRule, stack_rule, stacking_pays
 from fedharmony.engine.sampling import cohort_size, draw_schedule
+from fedharmony.engine.training import Means
 from fedharmony.errors import CheckpointError, ConfigError, FedHarmonyError
 from fedharmony.experiments.folder import RunFolder, jsonable
-from fedharmony.experiments.settings import Settings
+from fedharmony.experiments.settings import EngineSettings, Settings
 from fedharmony.methods.base import Method, Task, methods
 from fedharmony.metrics import (
     MultiLabelResult,
@@ -48,8 +51,8 @@ from fedharmony.types import BUFFERS, FROZEN, PARAMS, Index, Labels, Record, Ten
 Observer = Callable[[Event], None]
 Results = dict[str, Any]
 EVAL_BATCH = 256
-#: Clients trained at once when the settings leave it open.
-DEFAULT_STACK = {"cpu": 16, "cuda": 32}
+#: From this many parameters on, compiling pays on a GPU.
+COMPILE_FROM = 1_000_000
 
 
 def choose_device(name: str) -> torch.device:
@@ -65,6 +68,21 @@ def choose_device(name: str) -> torch.device:
     if device.type == "cuda" and not torch.cuda.is_available():
         raise ConfigError(f"engine.device = {name!r}, but torch sees no CUDA device. Use 'cpu'.")
     return device
+
+
+def choose_means(engine: EngineSettings, device: torch.device, parameters: int) -> Means:
+    """How to compute on a device, where the settings leave it open."""
+    cuda = device.type == "cuda"
+    if engine.graphs and not cuda:
+        raise ConfigError(
+            f"engine.graphs = true needs a CUDA device, but the run is on {device}. Leave it out."
+        )
+    half = cuda and torch.cuda.is_bf16_supported()
+    return Means(
+        half=half if engine.precision == "auto" else engine.precision == "bfloat16",
+        graphs=cuda if engine.graphs is None else engine.graphs,
+        compile=cuda and parameters >= COMPILE_FROM if engine.compile is None else engine.compile,
+    )
 
 
 @dataclass(frozen=True)
@@ -102,6 +120,7 @@ class Assembly:
     method: Method
     schedule: list[list[int]]
     device: torch.device
+    means: Means
 
     @cached_property
     def parameters(self) -> tuple[Tensors, Tensors]:
@@ -131,7 +150,6 @@ class Assembly:
         self, memory: ClientMemory, tick: Callable[[int, int, int], None] | None = None
     ) -> Federation:
         """The round loop over in-process clients."""
-        engine = self.settings.engine
         cohort = Cohort(
             self.model,
             self.method,
@@ -140,15 +158,13 @@ class Assembly:
             self.settings.training,
             self.settings.run.seed,
             self.device,
-            engine.sweep_batch,
+            self.settings.engine.sweep_batch,
             self.parameters[1],
             memory,
             self.settings.augment,
+            self.means,
         )
-        stack = engine.stack or DEFAULT_STACK.get(self.device.type, 1)
-        transport: Transport = InProcess(
-            cohort, stack if self.model.backbone.stackable else 1, tick
-        )
+        transport: Transport = InProcess(cohort, self.stack_rule(), tick)
         if crew().size > 1:
             join(self.device)
             transport = Processes(transport, crew(), self.device)
@@ -160,6 +176,20 @@ class Assembly:
             seed=self.settings.run.seed,
             epochs=self.settings.train.epochs,
         )
+
+    def stack_rule(self) -> StackRule:
+        """How many clients train at once."""
+        engine, params = self.settings.engine, {**self.parameters[0], **self.parameters[1]}
+        if engine.path == "single" or not self.model.backbone.stackable:
+            return StackRule(1)
+        if engine.stack is not None:
+            return StackRule(engine.stack)
+        batch, image = self.settings.train.batch_size, self.data.train.images.shape
+        given = (self.model, params, self.means, self.device)
+        rule = stack_rule(*given, batch, image)
+        if engine.path == "auto" and not stacking_pays(*given, rule.full, batch, image):
+            return StackRule(1)
+        return rule
 
     @torch.no_grad()
     def evaluate(self, state: Record) -> Evaluation:
@@ -242,6 +272,12 @@ def assemble(
     if settings.engine.threads is not None:
         torch.set_num_threads(settings.engine.threads)
     torch.set_float32_matmul_precision("high" if settings.engine.tf32 else "highest")
+    if settings.engine.deterministic:
+        # Read when the first product is computed on a GPU; without it products may not repeat.
+        os.environ.setdefault("CUBLAS_WORKSPACE_CONFIG", ":4096:8")
+        setattr(torch.utils.deterministic, "fill_uninitialized_memory", False)  # noqa: B010
+    if settings.engine.deterministic != torch.are_deterministic_algorithms_enabled():
+        torch.use_deterministic_algorithms(settings.engine.deterministic)  # loads the compiler
     data = on_device(data or load_data(settings, observe, partition_file), device)
     partition = draw_partition(settings, data.train.labels, data.train.users, partition_file)
     clients: Sequence[Index] = partition.indices
@@ -272,15 +308,17 @@ def assemble(
     holders = sum(size > 0 for size in sizes)
     cohort = cohort_size(holders, federation.participation, federation.cohort)
     schedule = draw_schedule(sizes, run.rounds, cohort, federation.sampling, run.seed)
+    model = Model(backbone, method.head(backbone.width))
     return Assembly(
         settings=settings,
         data=as_clients_see(data, partition, settings),
         partition=partition,
         clients=clients,
-        model=Model(backbone, method.head(backbone.width)),
+        model=model,
         method=method,
         schedule=schedule,
         device=device,
+        means=choose_means(settings.engine, device, model.num_parameters),
     )
 
 
@@ -440,6 +478,9 @@ def start_event(assembly: Assembly, first: int) -> Event:
         "test_images": len(data.test),
         "parameters": assembly.model.num_parameters,
         "device": str(assembly.device),
+        "precision": "bfloat16" if assembly.means.half else "float32",
+        "compiled": assembly.means.compile,
+        "graphs": assembly.means.graphs,
         "resumed_at": first or None,
     }
 
@@ -461,6 +502,11 @@ def matrices(assembly: Assembly, state: Record, structure: StructureResult) -> T
     for name, tensor in assembly.method.artifacts(state).items():
         tensors[name] = tensor.to(torch.uint8) if tensor.dtype == torch.bool else tensor
     return tensors
+
+
+def _rows(rounds: Sequence[Event]) -> float:
+    """Rows computed in training, padding included."""
+    return sum(e["images"] / (1 - e["padding"]) for e in rounds if e.get("padding") is not None)
 
 
 def summarise(
@@ -496,6 +542,7 @@ def summarise(
         "n_classes_with_positives": found.n_classes_with_positives,
         "n_classes_never_predicted": found.n_classes_never_predicted,
         "seconds": sum(e["seconds"] for e in rounds),
+        "padding": 1 - sum(e["images"] for e in rounds) / _rows(rounds) if _rows(rounds) else None,
         "bytes_up": sum(e["bytes_up"] for e in rounds),
         "bytes_down": sum(e["bytes_down"] for e in rounds),
         "parameters_sha256": digest(Record({g: state.get(g) for g in (PARAMS, BUFFERS)})),

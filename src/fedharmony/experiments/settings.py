@@ -24,7 +24,7 @@ import json
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, replace
 from pathlib import Path
-from typing import Annotated, Any
+from typing import Annotated, Any, Literal
 
 from annotated_types import Ge, Gt, Le, Lt
 
@@ -127,7 +127,15 @@ class EngineSettings:
 
     Attributes:
         device: "auto", "cpu", "cuda", "cuda:1", …
-        stack: clients trained at once; none chooses by device.
+        stack: most clients trained at once; none takes what fills the device and fits into it.
+        path: "stacked" clients, a "single" one at a time, or "auto": stacked, unless a trial at the
+            start shows that one client at a time is faster (tried for large models on a GPU).
+        precision: "float32"; "bfloat16" products with float32 weights and moments; "auto" is
+            bfloat16 on a GPU that has it, else float32.
+        compile: compile the model with torch.compile; none does on a GPU for models of a million
+            parameters or more (each new shape of step takes seconds to a minute, once).
+        graphs: record steps as CUDA graphs; none does on a GPU.
+        deterministic: on a GPU, use only kernels that repeat to the bit (slower).
         sweep_batch: images per client and step in passes without gradient.
         threads: CPU threads; none keeps torch's choice.
         tf32: matrix products on CUDA with shorter mantissas: faster, less exact.
@@ -136,6 +144,11 @@ class EngineSettings:
 
     device: str = "auto"
     stack: Annotated[int, Ge(1)] | None = None
+    path: Literal["auto", "stacked", "single"] = "auto"
+    precision: Literal["auto", "float32", "bfloat16"] = "auto"
+    compile: bool | None = None
+    graphs: bool | None = None
+    deterministic: bool = False
     sweep_batch: Annotated[int, Ge(1)] = 32
     threads: Annotated[int, Ge(1)] | None = None
     tf32: bool = False

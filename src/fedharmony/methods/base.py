@@ -75,13 +75,18 @@ class ClientView:
 
     Attributes:
         examples: n_k, the number of its images.
-        positives: (C,) its positives per label.
+        counted: :attr:`positives`, or how to count them.
         memory: what :meth:`Method.remember` kept when it last took part; empty the first time.
     """
 
     examples: int
-    positives: Tensor
+    counted: Tensor | Callable[[], Tensor]
     memory: Mapping[str, Tensor] = field(default_factory=dict)
+
+    @property
+    def positives(self) -> Tensor:
+        """(C,) its positives per label."""
+        return self.counted if isinstance(self.counted, Tensor) else self.counted()
 
 
 #: What a sweep is shown of each batch, beside its labels.
@@ -201,6 +206,9 @@ class Method:
     search: ClassVar[Mapping[str, Sequence[Any]]] = {}
     #: Whether the received model scores each batch, without gradient, for :meth:`inputs`.
     consults: bool = False
+    #: Whether :meth:`draw` and :meth:`pull` are overridden; set by themselves.
+    draws: ClassVar[bool] = False
+    pulls: ClassVar[bool] = False
     #: Whether :meth:`pull` moves parameters after the optimiser's step instead of entering it.
     pull_after_step: bool = False
     #: Largest norm of a client's gradient; None leaves it alone.
@@ -209,6 +217,9 @@ class Method:
     def __init__(self, config: Any, task: Task) -> None:
         self.config = config
         self.task = task
+
+    def __init_subclass__(cls) -> None:
+        cls.draws, cls.pulls = cls.draw is not Method.draw, cls.pull is not Method.pull
 
     @classmethod
     def suffix(cls, config: Any) -> str:

@@ -15,7 +15,7 @@ import functools
 import math
 from abc import ABC, abstractmethod
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any, ClassVar, Literal, TypeAlias
 
 import torch
@@ -94,6 +94,10 @@ class Backbone(ABC):
         Override it where another vector is meant, or where it costs less than all tokens do.
         """
         return self.tokens(params, images)[:, :, 0]
+
+    def compiled(self, backend: str = "inductor") -> Backbone:
+        """The same backbone with its parts compiled; itself where it has none to compile."""
+        return self
 
 
 class Head(ABC):
@@ -174,6 +178,10 @@ class Model:
         trained = {name: tensor for name, tensor in params.items() if name not in names}
         return trained, {**frozen, **self.backbone.init_buffers()}
 
+    def compiled(self, backend: str = "inductor") -> Model:
+        """The same model with the parts of its backbone compiled."""
+        return replace(self, backbone=self.backbone.compiled(backend))
+
     def features(self, params: Mapping[str, Tensor], images: Tensor) -> Tensor:
         """What the classifier sees of each image, one vector (M, B, ·) per image."""
         return self.head.embed(params, self.backbone.features(params, images))
@@ -239,7 +247,12 @@ def linear(x: Tensor, weight: Tensor, bias: Tensor) -> Tensor:
     """
     if _is_shared(weight) and _is_shared(bias):
         return F.linear(x, _shared(weight), _shared(bias))
-    y = torch.baddbmm(bias.unsqueeze(1), x.flatten(1, -2), weight.mT)
+    rows = x.flatten(1, -2)
+    if x.device.type == "cpu":
+        y = torch.baddbmm(bias.unsqueeze(1), rows, weight.mT)
+    else:  # there the bias would first be written out for every row; what follows can absorb a sum
+        y = torch.bmm(rows, weight.mT)
+        y = y + bias.to(y.dtype).unsqueeze(1)
     return y.view(*x.shape[:-1], -1)
 
 

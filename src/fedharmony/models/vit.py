@@ -11,6 +11,7 @@ are; images of another size than a checkpoint's get interpolated position embedd
 from __future__ import annotations
 
 from collections.abc import Mapping
+from copy import copy
 from dataclasses import dataclass
 from typing import Annotated
 
@@ -30,6 +31,7 @@ from fedharmony.models.base import (
     linear,
     models,
 )
+from fedharmony.models.compiled import CompiledPiece, Piece
 from fedharmony.models.hub import locate
 from fedharmony.models.weights import load_weights
 from fedharmony.types import Tensors
@@ -101,6 +103,9 @@ class ViT(Backbone):
         self.std = config.std or (self.weights and self.weights.std) or (0.5, 0.5, 0.5)
         self.grid = (input.height // config.patch, input.width // config.patch)
         self.hidden = int(config.width * config.mlp_ratio)
+        self._embed: Piece = embed
+        self._block: Piece = block
+        self._last_block: Piece = last_block
 
     def shapes(self) -> Shapes:
         """Names and shapes as timm has them."""
@@ -145,9 +150,9 @@ class ViT(Backbone):
 
     def tokens(self, params: Mapping[str, Tensor], images: Tensor) -> Tensor:
         """Tokens after the final norm, (M, B, N, D), the class token first."""
-        x = self._embed(params, images)
+        x = self._embedded(params, images)
         for i in range(self.config.depth):
-            x = self._block(params, f"blocks.{i}", x)
+            x = self._block(_own(params, f"blocks.{i}."), x, self.config.heads)
         return _norm(params, "norm", x)
 
     def features(self, params: Mapping[str, Tensor], images: Tensor) -> Tensor:
@@ -156,52 +161,81 @@ class ViT(Backbone):
         It equals ``tokens(...)[:, :, 0]`` and costs less: in the last block only the class token
         asks for attention, and only the class token goes on through the MLP.
         """
-        x = self._embed(params, images)
-        last = self.config.depth - 1
-        for i in range(last):
-            x = self._block(params, f"blocks.{i}", x)
-        x = self._block(params, f"blocks.{last}", x, class_only=True)
+        x = self._embedded(params, images)
+        *others, last = range(self.config.depth)
+        for i in others:
+            x = self._block(_own(params, f"blocks.{i}."), x, self.config.heads)
+        x = self._last_block(_own(params, f"blocks.{last}."), x, self.config.heads)
         return _norm(params, "norm", x[:, :, 0])
 
-    def _embed(self, params: Mapping[str, Tensor], images: Tensor) -> Tensor:
-        """Images (M, B, channels, H, W) to class and patch tokens with positions (M, B, N, D)."""
-        (M, B, channels), (rows, columns), patch = images.shape[:3], self.grid, self.config.patch
-        patches = images.reshape(M, B, channels, rows, patch, columns, patch)
-        patches = patches.permute(0, 1, 3, 5, 2, 4, 6).reshape(M, B, rows * columns, -1)
-        weight, bias = params["patch_embed.proj.weight"], params["patch_embed.proj.bias"]
-        embedded = linear(patches, weight.flatten(2), bias)
-        at_class, at_patches = params["pos_embed"].split_with_sizes([1, rows * columns], dim=2)
-        class_token = (params["cls_token"] + at_class).expand(M, B, 1, self.width)
-        return torch.cat([class_token, embedded + at_patches], dim=2)
+    def compiled(self, backend: str = "inductor") -> ViT:
+        """The same transformer; embedding, block and last block are compiled once each."""
+        made = copy(self)
+        made._embed, made._block, made._last_block = (
+            CompiledPiece(piece, backend) for piece in (embed, block, last_block)
+        )
+        return made
 
-    def _block(
-        self, params: Mapping[str, Tensor], name: str, x: Tensor, class_only: bool = False
-    ) -> Tensor:
-        """Tokens (M, B, N, D) through one block; with ``class_only`` (M, B, 1, D) comes out."""
-        y = self._attend(params, f"{name}.attn", _norm(params, f"{name}.norm1", x), class_only)
-        x = (x[:, :, :1] if class_only else x) + y
-        y = _linear(params, f"{name}.mlp.fc1", _norm(params, f"{name}.norm2", x))
-        return x + _linear(params, f"{name}.mlp.fc2", F.gelu(y))
+    def _embedded(self, params: Mapping[str, Tensor], images: Tensor) -> Tensor:
+        names = ("cls_token", "pos_embed", "patch_embed.proj.weight", "patch_embed.proj.bias")
+        return self._embed({name: params[name] for name in names}, images, self.config.patch)
 
-    def _attend(
-        self, params: Mapping[str, Tensor], name: str, x: Tensor, class_only: bool
-    ) -> Tensor:
-        if class_only:
-            parts = [self.width, 2 * self.width]
-            weights = params[f"{name}.qkv.weight"].split_with_sizes(parts, dim=1)
-            biases = params[f"{name}.qkv.bias"].split_with_sizes(parts, dim=1)
-            (query,) = self._heads(linear(x[:, :, :1], weights[0], biases[0]))
-            key, value = self._heads(linear(x, weights[1], biases[1]))
-        else:
-            query, key, value = self._heads(_linear(params, f"{name}.qkv", x))
-        attended = attention(query, key, value).transpose(1, 2)
-        return _linear(params, f"{name}.proj", attended.reshape(*x.shape[:2], -1, self.width))
 
-    def _heads(self, x: Tensor) -> tuple[Tensor, ...]:
-        """(M, B, N, parts · D) to one (M · B, heads, N, D / heads) per part."""
-        heads = self.config.heads
-        x = x.reshape(-1, x.shape[2], x.shape[3] // self.width, heads, self.width // heads)
-        return x.permute(2, 0, 3, 1, 4).unbind(0)
+# -- The pieces of a transformer -------------------------------------------------------------------
+
+
+def embed(own: Mapping[str, Tensor], images: Tensor, patch: int) -> Tensor:
+    """Images (M, B, channels, H, W) to class and patch tokens with positions (M, B, N, D)."""
+    M, B, channels, height, wide = images.shape
+    rows, columns = height // patch, wide // patch
+    patches = images.reshape(M, B, channels, rows, patch, columns, patch)
+    patches = patches.permute(0, 1, 3, 5, 2, 4, 6).reshape(M, B, rows * columns, -1)
+    weight, bias = own["patch_embed.proj.weight"], own["patch_embed.proj.bias"]
+    embedded = linear(patches, weight.flatten(2), bias)
+    at_class, at_patches = own["pos_embed"].split_with_sizes([1, rows * columns], dim=2)
+    class_token = (own["cls_token"] + at_class).expand(M, B, 1, embedded.shape[-1])
+    return torch.cat([class_token, embedded + at_patches], dim=2)
+
+
+def block(own: Mapping[str, Tensor], x: Tensor, heads: int) -> Tensor:
+    """Tokens (M, B, N, D) through one block."""
+    y = _norm(own, "norm1", x)
+    query, key, value = _heads(_linear(own, "attn.qkv", y), x.shape[-1], heads)
+    return _mlp(own, x + _merged(own, attention(query, key, value), x))
+
+
+def last_block(own: Mapping[str, Tensor], x: Tensor, heads: int) -> Tensor:
+    """The class token (M, B, 1, D) after a block that takes all tokens (M, B, N, D) in."""
+    width = x.shape[-1]
+    y, parts = _norm(own, "norm1", x), [width, 2 * width]
+    weights = own["attn.qkv.weight"].split_with_sizes(parts, dim=1)
+    biases = own["attn.qkv.bias"].split_with_sizes(parts, dim=1)
+    (query,) = _heads(linear(y[:, :, :1], weights[0], biases[0]), width, heads)
+    key, value = _heads(linear(y, weights[1], biases[1]), width, heads)
+    first = x[:, :, :1]
+    return _mlp(own, first + _merged(own, attention(query, key, value), first))
+
+
+def _mlp(own: Mapping[str, Tensor], x: Tensor) -> Tensor:
+    y = F.gelu(_linear(own, "mlp.fc1", _norm(own, "norm2", x)))
+    return x + _linear(own, "mlp.fc2", y)
+
+
+def _heads(x: Tensor, width: int, heads: int) -> tuple[Tensor, ...]:
+    """(M, B, N, parts · D) to one (M · B, heads, N, D / heads) per part."""
+    M, B, N = x.shape[:3]
+    x = x.reshape(M * B, N, x.shape[3] // width, heads, width // heads)
+    return x.permute(2, 0, 3, 1, 4).unbind(0)
+
+
+def _merged(own: Mapping[str, Tensor], attended: Tensor, like: Tensor) -> Tensor:
+    """What the heads found, (M · B, heads, N, D / heads), in the shape of the tokens."""
+    return _linear(own, "attn.proj", attended.transpose(1, 2).reshape(like.shape))
+
+
+def _own(params: Mapping[str, Tensor], prefix: str) -> Tensors:
+    """The parameters of one block, by their names inside it: the same for every block."""
+    return {n.removeprefix(prefix): t for n, t in params.items() if n.startswith(prefix)}
 
 
 def _linear(params: Mapping[str, Tensor], name: str, x: Tensor) -> Tensor:

@@ -21,5 +21,5 @@ class Transport(Protocol):
     def exchange(
         self, stage: Stage, round: int, messages: Mapping[int, Record]
     ) -> Iterator[Reply | Failure]:
-        """One reply or failure per message, in the order of ``messages`` (client order)."""
+        """One reply or failure per message, in the order of ``messages``."""
         ...

@@ -1,0 +1,134 @@
+"""Where the time of a federated round goes: by phase, and on a GPU by kind of kernel.
+
+The setting is that of engine.py. Phases are timed with the device brought to a stop around each of
+them, which itself costs a little; kernels are counted in a round of their own.
+
+    python benchmarks/profile.py [--model Ti] [--method fedharmony] [--labels 20] [--sizes equal]
+
+Prints two tables and writes benchmarks/results/profile.json (one entry per setting).
+"""
+
+from __future__ import annotations
+
+import argparse
+import json
+import time
+from collections import defaultdict
+from datetime import UTC, datetime
+from pathlib import Path
+from typing import Any
+
+import torch
+
+from engine import CLIENTS, NAMES, Run, flair_sizes, synchronise
+from fedharmony.experiments.settings import EngineSettings
+
+#: Kinds of kernels by parts of their names; the first that fits.
+KINDS = {
+    "attention": ("sdpa", "flash", "fmha", "attention", "dot_do_o", "convert_dq"),
+    "products": ("gemm", "nvjet", "cutlass", "cublas", "xmma"),
+    "optimiser": ("lerp", "addcmul__", "copy__lerp", "sqrt_sub"),
+    "fused elementwise and norms": ("triton",),
+}
+
+
+class Phases:
+    """Exclusive seconds by phase: an inner phase's time is taken off the outer one's."""
+
+    def __init__(self, device: torch.device) -> None:
+        self.seconds: dict[str, float] = defaultdict(float)
+        self._device, self._inner = device, [0.0]
+
+    def wrap(self, thing: Any, name: str, phase: str) -> None:
+        """Time a method of an object as a phase."""
+        inner = getattr(thing, name)
+
+        def timed(*args: Any, **kwargs: Any) -> Any:
+            synchronise(self._device)
+            began = time.perf_counter()
+            self._inner.append(0.0)
+            found = inner(*args, **kwargs)
+            synchronise(self._device)
+            spent = time.perf_counter() - began
+            self.seconds[phase] += spent - self._inner.pop()
+            self._inner[-1] += spent
+            return found
+
+        object.__setattr__(thing, name, timed)
+
+
+def kinds_of_kernels(run: Run) -> dict[str, float]:
+    """Seconds on the GPU by kind of kernel, in one round."""
+    from torch.profiler import ProfilerActivity, profile
+
+    with profile(activities=[ProfilerActivity.CUDA]) as found:
+        run.round()
+    seconds: dict[str, float] = defaultdict(float)
+    for event in found.key_averages():
+        name = event.key.lower()
+        kind = next((k for k, parts in KINDS.items() if any(p in name for p in parts)), "other")
+        seconds[kind] += event.self_device_time_total / 1e6
+    return dict(seconds)
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser()
+    parser.add_argument("--model", default="Ti", choices=NAMES)
+    parser.add_argument("--method", default="fedharmony")
+    parser.add_argument("--labels", type=int, default=20)
+    parser.add_argument("--sizes", default="equal", choices=("equal", "flair"))
+    parser.add_argument("--images", type=int, default=160)
+    parser.add_argument("--side", type=int, default=224)
+    parser.add_argument("--device", default="cuda")
+    parser.add_argument("--out", type=Path, default=Path(__file__).parent / "results")
+    options = parser.parse_args()
+    device = torch.device(options.device)
+    sizes = [options.images] * CLIENTS if options.sizes == "equal" else flair_sizes()
+    engine = EngineSettings(device=options.device)
+    run = Run(options.model, options.method, sizes, options.labels, options.side, device, engine, 8)
+    for _ in range(3):
+        run.round()
+    plain = run.images / run.round()
+    kernels = kinds_of_kernels(run) if device.type == "cuda" else {}
+    phases = Phases(device)
+    cohort = run.loop.transport.cohort  # type: ignore[attr-defined]
+    for thing, name, phase in (
+        (run.method, "broadcast", "messages: consensus, teachers"),
+        (run.method, "clusters", "label clusters"),
+        (cohort, "_work", "batches, carries"),
+        (cohort._trainer, "_bind", "received model to all clients"),
+        (cohort._trainer, "train", "training steps"),
+        (cohort, "_sweep", "pass over local data"),
+    ):
+        if hasattr(thing, name):
+            phases.wrap(thing, name, phase)
+    total = run.images / run.round()
+    phases.seconds["checks, sums, weights"] = total - sum(phases.seconds.values())
+    print(f"\n{options.model}, {options.method}, {options.labels} labels, {options.sizes} sizes")
+    print(f"a round: {plain:.3f} s; stopped at each phase: {total:.3f} s\n")
+    tables = {"phase": dict(phases.seconds), "kernels": kernels}
+    for title, table in tables.items():
+        if not table:
+            continue
+        print(f"| {title} | ms | share |")
+        print("| --- | --: | --: |")
+        whole = sum(table.values())
+        for name, seconds in sorted(table.items(), key=lambda item: -item[1]):
+            print(f"| {name} | {1000 * seconds:.1f} | {seconds / whole:.1%} |")
+        print(flush=True)
+    file = options.out / "profile.json"
+    content = json.loads(file.read_text()) if file.exists() else {}
+    key = f"{options.model}, {options.method}, {options.labels} labels, {options.sizes}"
+    content[key] = {
+        "date": datetime.now(UTC).date().isoformat(),
+        "torch": torch.__version__,
+        "device": torch.cuda.get_device_name() if device.type == "cuda" else "cpu",
+        "round_seconds": plain,
+        **tables,
+    }
+    options.out.mkdir(exist_ok=True)
+    file.write_text(json.dumps(content, indent=1) + "\n")
+
+
+if __name__ == "__main__":
+    main()

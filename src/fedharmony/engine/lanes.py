@@ -1,0 +1,271 @@
+"""The memory of a stack of clients while they train: parameters, moments, half-precision copies.
+
+Two arrangements of the same numbers. :class:`NamedLanes` is made for one stack: each parameter is
+one dense tensor (M, ...), and torch's fused kernels do the optimiser's step. :class:`PackedLanes`
+stays from stack to stack, at addresses that recorded programs may rely on, in blocks over which the
+optimiser passes fastest; what it gives back is one row per client.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from typing import Any, NamedTuple, Protocol
+
+import torch
+from torch import Tensor
+
+from fedharmony.engine.optimise import (
+    MOMENTS,
+    Moments,
+    TrainSettings,
+    adam_corrections,
+    adam_step,
+    fused_step,
+    sgd_step,
+)
+from fedharmony.types import Layout, Packed, Tensors
+
+
+class Trained(NamedTuple):
+    """What became of a stack of clients.
+
+    Attributes:
+        params: (M, ...) each.
+        each: the same of each client.
+        losses: (M,) summed over steps.
+        rows: rows computed in all, padding included.
+    """
+
+    params: Tensors
+    each: Sequence[Mapping[str, Tensor]]
+    losses: Tensor
+    rows: int = 0
+
+
+class Lanes(Protocol):
+    """M clients side by side.
+
+    Attributes:
+        size: how many clients there is room for.
+        params: (size, ...) each, in full precision.
+        dtype: of the parameters.
+        losses: (size,) summed over steps.
+    """
+
+    size: int
+    params: Tensors
+    dtype: torch.dtype
+    losses: Tensor
+
+    def leaves(self, width: int) -> Tensors:
+        """What the model reads of the first ``width`` clients and is differentiated by."""
+
+    def step(self, gradients: Mapping[str, Tensor], width: int) -> None:
+        """The optimiser's step of the first ``width`` clients; what has no gradient stays."""
+
+    def shift(self, moves: Mapping[str, Tensor], scale: float, width: int) -> None:
+        """``θ ← θ − scale · move`` for the first ``width`` clients, outside the optimiser."""
+
+    def save(self, first: int, last: int) -> None:
+        """Clients ``first`` … ``last − 1`` are done: keep them as they are now."""
+
+    def result(self, clients: int) -> Trained:
+        """What became of the first ``clients`` clients."""
+
+
+class NamedLanes:
+    """Lanes of one stack, dense by name; nothing is rounded up, so nothing needs saving."""
+
+    def __init__(self, received: Mapping[str, Tensor], settings: TrainSettings) -> None:
+        self.params = {name: tensor.clone() for name, tensor in received.items()}
+        some = next(iter(self.params.values()))
+        self.size, self.dtype = len(some), some.dtype
+        self.losses = torch.zeros(self.size, device=some.device)
+        self._settings, self._moments = settings, Moments.of(settings, self.params)
+
+    def leaves(self, width: int) -> Tensors:
+        """The parameters themselves."""
+        return {n: t[:width].requires_grad_() for n, t in self.params.items()}
+
+    def step(self, gradients: Mapping[str, Tensor], width: int) -> None:
+        """Torch's fused kernel, on all parameters at once."""
+        params = {n: self.params[n][:width] for n in gradients}
+        fused_step(self._settings, params, gradients, self._moments.first_clients(params, width))
+
+    def shift(self, moves: Mapping[str, Tensor], scale: float, width: int) -> None:
+        """In place."""
+        for name, move in moves.items():
+            self.params[name][:width].sub_(move, alpha=scale)
+
+    def save(self, first: int, last: int) -> None:
+        """Nobody goes on after the last step."""
+        raise AssertionError("lanes of exact width hold no client that is done")
+
+    def result(self, clients: int) -> Trained:
+        """Views: the lanes are not used again."""
+        params = {name: tensor.detach() for name, tensor in self.params.items()}
+        apart = {name: tensor.unbind(0) for name, tensor in params.items()}
+        each = [{n: t[m] for n, t in apart.items()} for m in range(clients)]
+        return Trained(params, each, self.losses)
+
+
+class PackedLanes:
+    """Lanes that stay, at addresses that recorded programs may rely on.
+
+    Every half-precision matrix is a block (size, in, out) of its own, in the order in which
+    products leave its gradient, so that its update is one pass over flat memory. All other
+    parameters lie side by side in one block (size, length) and are updated together.
+
+    Args:
+        received: shapes and types of the parameters, (M, ...) each.
+        size: clients there is room for.
+        settings: of local training.
+        half: names of the parameters that the model reads in bfloat16.
+        compile: whether the optimiser's pass is compiled.
+        backend: of ``torch.compile``.
+    """
+
+    def __init__(
+        self,
+        received: Mapping[str, Tensor],
+        size: int,
+        settings: TrainSettings,
+        half: frozenset[str] = frozenset(),
+        compile: bool = False,
+        backend: str = "inductor",
+    ) -> None:
+        some, shapes = next(iter(received.values())), {n: t.shape[1:] for n, t in received.items()}
+        parts = [Layout.of({n: shapes[n]}) for n in shapes if n in half]
+        self._rest = Layout.of({n: shape for n, shape in shapes.items() if n not in half})
+        self.layout = Layout(sum((p.shapes for p in parts), ()) + self._rest.shapes)
+        self.size, self.dtype, self._settings = size, some.dtype, settings
+        kept = MOMENTS[settings.optimiser]
+        self._blocks = [_Block(p, size, some, kept, copied=True) for p in parts]
+        self._blocks += [_Block(self._rest, size, some, kept)] if self._rest.shapes else []
+        self.params = {n: t for b in self._blocks for n, t in b.layout.views(b.values).items()}
+        self.losses = torch.zeros(size, device=some.device)
+        self._clock = torch.zeros((), device=some.device, dtype=torch.float64)
+        step = adam_step if settings.optimiser == "adam" else sgd_step
+        self._update: Any = torch.compile(step, dynamic=True, backend=backend) if compile else step
+        self._saved: list[tuple[int, int, Tensor, Tensor]] = []
+
+    def load(self, received: Mapping[str, Tensor]) -> None:
+        """Clients start from what they received, (M, ...) each."""
+        for name, tensor in received.items():
+            self.params[name][: len(tensor)].copy_(tensor)
+        self._begin(len(next(iter(received.values()))))
+
+    def load_row(self, row: Tensor, clients: int) -> None:
+        """So many clients start from the same model, laid out as theirs."""
+        start = 0
+        for block in self._blocks:
+            stop = start + block.layout.length
+            block.values[:clients].copy_(row[start:stop])
+            start = stop
+        self._begin(clients)
+
+    def _begin(self, clients: int) -> None:
+        for block in self._blocks:
+            if block.copy is not None:
+                block.copy[:clients].copy_(block.values[:clients])
+            for moment in block.moments:
+                moment[:clients].zero_()
+        self.losses[:clients].zero_()
+        self._clock.zero_()
+        self._saved.clear()
+
+    def leaves(self, width: int) -> Tensors:
+        """Half-precision copies where there are some, else the parameters."""
+        found: Tensors = {}
+        for block in self._blocks:
+            read = block.values if block.copy is None else block.copy
+            found |= block.layout.views(read[:width])
+        return {n: found[n].detach().requires_grad_() for n in self.params}
+
+    def step(self, gradients: Mapping[str, Tensor], width: int) -> None:
+        """One pass over each half-precision matrix, one over all the rest."""
+        self._clock += 1
+        corrections = adam_corrections(self._clock, self.dtype)
+        for block in self._blocks:
+            for run in _runs(block.layout, [n for n in block.layout.places if n in gradients]):
+                places = [block.layout.places[name] for name in run]
+                joint = _joined([_as_rows(gradients[n]) for n in run], places, self.dtype)
+                self._pass(block, joint, slice(places[0].start, places[-1].stop), corrections)
+
+    def _pass(self, block: _Block, gradient: Tensor, place: slice, corrections: Tensor) -> None:
+        """The optimiser's step on a range of a block; the whole of it is flat memory."""
+        part = (slice(len(gradient)), place)
+        memory = [block.values[part], *(m[part] for m in block.moments)]
+        copy = None if block.copy is None else block.copy[part]
+        if gradient.shape[1] == block.values.shape[1]:
+            memory, gradient = [t.reshape(-1) for t in memory], gradient.reshape(-1)
+            copy = None if copy is None else copy.reshape(-1)
+        self._update(memory[0], gradient, memory[1:], copy, corrections, self._settings)
+
+    def shift(self, moves: Mapping[str, Tensor], scale: float, width: int) -> None:
+        """In place, copies too."""
+        for block in self._blocks:
+            copies = {} if block.copy is None else block.layout.views(block.copy)
+            for name in block.layout.places:
+                if name in moves:
+                    self.params[name][:width].sub_(moves[name], alpha=scale)
+                    if name in copies:
+                        copies[name][:width].copy_(self.params[name][:width])
+
+    def _rows(self, first: int, last: int) -> Tensor:
+        """Clients ``first`` … ``last − 1`` as rows, copied."""
+        return torch.cat([block.values[first:last] for block in self._blocks], dim=1)
+
+    def save(self, first: int, last: int) -> None:
+        """One copy of the rows."""
+        self._saved.append((first, last, self._rows(first, last), self.losses[first:last].clone()))
+
+    def result(self, clients: int) -> Trained:
+        """Packed copies: the lanes go on to other clients."""
+        rows, losses = self._rows(0, clients), self.losses[:clients].clone()
+        for first, last, kept, lost in self._saved:
+            rows[first:last], losses[first:last] = kept, lost
+        each = [Packed(self.layout, row) for row in rows.unbind(0)]
+        return Trained(self.layout.views(rows), each, losses)
+
+
+class _Block:
+    """Some parameters of all lanes: values, moments and, for matrices, their copy in bfloat16."""
+
+    def __init__(
+        self, layout: Layout, size: int, like: Tensor, moments: int, copied: bool = False
+    ) -> None:
+        self.layout = layout
+        self.values = like.new_zeros(size, layout.length)
+        self.moments = [torch.zeros_like(self.values) for _ in range(moments)]
+        self.copy = torch.zeros_like(self.values, dtype=torch.bfloat16) if copied else None
+
+
+def _joined(rows: list[Tensor], places: list[slice], dtype: torch.dtype) -> Tensor:
+    """Gradients (W, ·) side by side as their parameters lie, gaps as zeros; a single one as is."""
+    if len(rows) == 1:
+        return rows[0]
+    parts, end = [], places[0].start
+    for part, place in zip(rows, places, strict=True):
+        if place.start > end:
+            parts.append(part.new_zeros(len(part), place.start - end, dtype=dtype))
+        parts.append(part.to(dtype))
+        end = place.stop
+    return torch.cat(parts, dim=1)
+
+
+def _as_rows(gradient: Tensor) -> Tensor:
+    """(W, length) in the order of a row; no copy if the gradient lies in this order."""
+    return (gradient.mT if gradient.dim() == 3 else gradient).reshape(len(gradient), -1)
+
+
+def _runs(layout: Layout, names: list[str]) -> list[list[str]]:
+    """Names that follow one another in the layout, together."""
+    order = {name: i for i, (name, _) in enumerate(layout.shapes)}
+    runs: list[list[str]] = []
+    for name in names:
+        if runs and order[name] == order[runs[-1][-1]] + 1:
+            runs[-1].append(name)
+        else:
+            runs.append([name])
+    return runs

@@ -1,0 +1,100 @@
+"""Functions of a stack of clients, compiled by ``torch.compile`` where it can.
+
+The parts of a backbone (:class:`CompiledPiece`) are functions ``(own parameters, x, options)`` that
+a model calls many times, for instance once per transformer block: each is compiled once, which
+takes a tenth of the time that the whole model would take, and loses nothing measurable. Sizes are
+fixed but for the numbers of clients and images: the first pair gets code of its own, all others
+share code for any pair.
+"""
+
+from __future__ import annotations
+
+import functools
+import logging
+from collections.abc import Callable, Mapping
+from typing import Any, TypeAlias
+
+import torch
+from torch import Tensor
+
+Piece: TypeAlias = Callable[..., Tensor]
+
+log = logging.getLogger(__name__)
+
+#: Shapes × training or not × pieces of one function that may be compiled in one process.
+MOST_VARIANTS = 256
+
+
+class Compiled:
+    """A function that is compiled when it first meets a shape.
+
+    Where compiling fails (no C compiler, no Triton, something that cannot be traced) the function
+    runs as it is, with the same result, and says so once.
+
+    Args:
+        function: what to compile.
+        backend: of ``torch.compile``.
+        dynamic: as ``torch.compile`` has it: by default a size or number that has changed once is
+            free from then on; False fixes all but the sizes that are marked.
+    """
+
+    def __init__(
+        self,
+        function: Callable[..., Any],
+        backend: Any = "inductor",
+        dynamic: bool | None = None,
+    ) -> None:
+        functools.update_wrapper(self, function)
+        self.function = function
+        self.compiled: Any = torch.compile(
+            function, fullgraph=True, dynamic=dynamic, backend=backend
+        )
+        _allow_variants()
+
+    def __call__(self, *arguments: Any) -> Any:
+        """The value of the function."""
+        if self.compiled is None:
+            return self.function(*arguments)
+        try:
+            return self.compiled(*arguments)
+        except torch._dynamo.exc.TorchDynamoException as error:
+            first = str(error).strip().splitlines()[0]
+            log.warning("Compiling failed (%s); the run goes on without, only slower.", first)
+            self.compiled = None
+            return self.function(*arguments)
+
+
+class CompiledPiece(Compiled):
+    """A part of a backbone; its tensors carry the client axis first, ``x`` the images second."""
+
+    def __init__(self, function: Piece, backend: Any = "inductor") -> None:
+        # Heads that were free, once another model was compiled, would slow attention down.
+        super().__init__(function, backend, dynamic=False)
+        self._first: dict[bool, tuple[int, ...]] = {}
+
+    def __call__(self, own: Mapping[str, Tensor], x: Tensor, *options: Any) -> Tensor:
+        """The value of the piece."""
+        if self.compiled is not None:
+            shape = tuple(x.shape[:2])
+            vary = shape != self._first.setdefault(torch.is_grad_enabled(), shape)
+            _mark(x, 2 if vary else 0)
+            for tensor in own.values():
+                _mark(tensor, 1 if vary else 0)
+        found: Tensor = super().__call__(own, x, *options)
+        return found
+
+
+def _mark(tensor: Tensor, leading: int) -> None:
+    """Only the first ``leading`` sizes may vary; a size of one is always code of its own."""
+    for dim in range(tensor.dim()):
+        if dim < leading and tensor.shape[dim] > 1:
+            torch._dynamo.mark_dynamic(tensor, dim)
+        else:
+            torch._dynamo.mark_static(tensor, dim)
+
+
+def _allow_variants() -> None:
+    """Dynamo gives up on a function after a few variants; ours are known and few."""
+    config: Any = torch._dynamo.config
+    name = "recompile_limit" if hasattr(config, "recompile_limit") else "cache_size_limit"
+    setattr(config, name, max(getattr(config, name), MOST_VARIANTS))

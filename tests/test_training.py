@@ -1,0 +1,464 @@
+"""The same training in other ways: fixed memory and few shapes, half precision, compiled pieces."""
+
+from __future__ import annotations
+
+import functools
+import logging
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor
+
+from fedharmony.aggregate import RunningMean
+from fedharmony.data.base import TensorImages
+from fedharmony.engine.lanes import NamedLanes, PackedLanes
+from fedharmony.engine.optimise import (
+    Moments,
+    TrainSettings,
+    adam_corrections,
+    adam_step,
+    fused_step,
+    sgd_step,
+)
+from fedharmony.engine.room import StackRule
+from fedharmony.engine.training import Fed, Means, Program
+from fedharmony.errors import ConfigError
+from fedharmony.experiments.run import assemble, choose_means
+from fedharmony.experiments.settings import EngineSettings, load_settings
+from fedharmony.methods.base import methods
+from fedharmony.metrics import MetricOptions, ScoreStore
+from fedharmony.models.base import InputSpec, Model, stack
+from fedharmony.models.compiled import CompiledPiece
+from fedharmony.models.heads import LinearHead
+from fedharmony.models.vit import ViT, block
+from fedharmony.types import FROZEN, PARAMS, Layout, Packed, Record
+from toy import Toy, largest_difference
+
+FIXED = Means(fixed=True)
+#: Sizes below and above a batch of 4, so that widths and rows are rounded up.
+SIZES = (20, 7, 1, 13, 19, 2, 3)
+
+
+# -- the whole of a round, for every method --------------------------------------------------------
+
+
+@pytest.mark.parametrize("name", methods.names())
+@pytest.mark.parametrize("stack", [3, 8])
+def test_fixed_memory_and_few_shapes_train_like_exact_stacks(name: str, stack: int) -> None:
+    """Three rounds in float64: padded lanes, saved clients and packed replies change nothing."""
+    plain, _ = Toy(name, sizes=SIZES, dtype=torch.float64, stack=8, rounds=3).run()
+    fixed, _ = Toy(name, sizes=SIZES, dtype=torch.float64, stack=stack, rounds=3, means=FIXED).run()
+    models = [Record({PARAMS: state.get(PARAMS)}) for state in (plain, fixed)]
+    assert largest_difference(*models) < 1e-9
+    assert largest_difference(plain, fixed) < 1e-7  # some methods keep statistics in float32
+
+
+@pytest.mark.parametrize("optimiser", ["adam", "sgd", "momentum"])
+def test_fixed_memory_with_every_optimiser(optimiser: Any) -> None:
+    options: dict[str, Any] = {"sizes": SIZES, "dtype": torch.float64, "optimiser": optimiser}
+    plain, events = Toy(**options).run()
+    fixed, others = Toy(**options, means=FIXED).run()
+    assert largest_difference(plain, fixed) < 1e-9
+    for event, other in zip(events, others, strict=True):
+        assert other["train_loss"] == pytest.approx(event["train_loss"], rel=1e-6)
+        assert other["bytes_up"] == event["bytes_up"]  # gaps between packed tensors do not travel
+
+
+@pytest.mark.parametrize("name", methods.names())
+def test_half_precision_stays_near_full_precision(name: str) -> None:
+    """bfloat16 has 8 bits: after two rounds of Adam steps of 0.01 weights agree to a few steps."""
+    full, _ = Toy(name, sizes=SIZES, rounds=2).run()
+    half, _ = Toy(name, sizes=SIZES, rounds=2, means=Means(half=True, fixed=True)).run()
+    a, b = (Record({PARAMS: state.get(PARAMS)}) for state in (full, half))
+    assert all(t.dtype == torch.float32 for _, t in b.tensors())  # master weights
+    assert 0 < largest_difference(a, b) < 0.1
+
+
+def mean_average_precision(toy: Toy, state: Record) -> float:
+    """Of the global model, in float32, on all images of the clients."""
+    assert toy.data is not None
+    assert isinstance(toy.data.images, TensorImages)
+    params = {n: t.unsqueeze(0) for g in (PARAMS, FROZEN) for n, t in state.get(g).items()}
+    message = toy.method.evaluation(state)
+    images = toy.method.normalise(toy.data.images.pixels, message, {})
+    scores = toy.method.predict(toy.model.apply(params, images.unsqueeze(0))[0], state)
+    store = ScoreStore()
+    store.add(scores, toy.data.labels)
+    return float(store.result(MetricOptions()).as_dict()["mAP"])
+
+
+@pytest.mark.parametrize("name", methods.names())
+def test_half_precision_costs_at_most_a_point_of_mean_average_precision(name: str) -> None:
+    """Three rounds of bfloat16 products and of float32: |Δ mAP| ≤ 0.01, far from chance."""
+    options: dict[str, Any] = {"sizes": (60, 40, 30, 25, 20, 3, 2), "epochs": 1, "batch_size": 8}
+    found = []
+    for means in (Means(), Means(half=True, fixed=True)):
+        toy = Toy(name, **options, rounds=3, means=means)
+        found.append(mean_average_precision(toy, toy.run()[0]))
+    assert found[1] == pytest.approx(found[0], abs=0.01)
+    assert min(found) > 0.6
+
+
+def test_a_personal_model_for_each_client_is_trained_from() -> None:
+    """Clients that receive models of their own: lanes are filled one by one, not all alike."""
+    toys = [Toy(dtype=torch.float64, means=means, stack=8) for means in (Means(), FIXED)]
+    replies = []
+    for toy in toys:
+        messages = toy.method.broadcast(toy.initial(), 0, range(5))
+        own = {
+            k: m.replace({PARAMS: {n: t + 0.1 * k for n, t in m.get(PARAMS).items()}})
+            for k, m in messages.items()
+        }
+        replies.append(list(toy.transport.exchange(toy.method.stages(0)[0], 0, own)))
+    for plain, fixed in zip(*replies, strict=True):
+        a, b = (Record({PARAMS: r.record.get(PARAMS)}) for r in (plain, fixed))
+        assert largest_difference(a, b) < 1e-12
+
+
+def test_replies_survive_the_next_stack() -> None:
+    """Lanes are used again; what they gave out must not change."""
+    toy = Toy(dtype=torch.float64, means=FIXED, stack=2)
+    messages = toy.method.broadcast(toy.initial(), 0, range(5))
+    seen = []
+    for reply in toy.transport.exchange(toy.method.stages(0)[0], 0, messages):
+        params = reply.record.get(PARAMS)
+        seen.append((params, {n: t.clone() for n, t in params.items()}))
+    for now, then in seen:
+        assert all(torch.equal(now[n], then[n]) for n in then)
+
+
+# -- shapes ----------------------------------------------------------------------------------------
+
+
+def test_narrow_batches_for_clients_with_few_images() -> None:
+    """A stack whose largest client has 5 images of a batch of 16: 5 rows, or 6 of few sizes."""
+    toy = Toy(sizes=(5, 2), batch_size=16)
+    assert toy.trainer.rows(0) == 5
+    assert Toy(sizes=(5, 2), batch_size=16, means=FIXED).trainer.rows(0) == 6
+
+
+def test_clients_with_few_images_form_wider_stacks() -> None:
+    """Full: 4 clients of 16 rows = 64 rows. Of 2 rows that is 32, but no more than 20 at once."""
+    rule = StackRule(4, 16, 20)
+    assert [rule.width(rows) for rows in (16, 8, 4, 2, 1)] == [4, 8, 16, 20, 20]
+    toy = Toy(sizes=(20, 2, 2, 2, 2, 2), batch_size=4)
+    widths: list[int] = []
+    run = toy.trainer.run
+    toy.trainer.run = lambda stage, round, messages, *rest: (  # type: ignore[method-assign]
+        widths.append(len(messages)),
+        run(stage, round, messages, *rest),
+    )[1]
+    toy.transport._rule = StackRule(1, 4, 4)
+    toy.rounds = 1
+    toy.run()
+    assert widths == [1, 2, 2, 1]  # of five alike, two and two and one: no more than two fit
+
+
+@pytest.mark.parametrize("name", methods.names())
+@pytest.mark.parametrize("means", [Means(), FIXED], ids=["exact", "fixed"])
+def test_stacks_side_by_side_train_like_one_after_the_other(name: str, means: Means) -> None:
+    """Five stacks, the first with a client of 40 images beside one of 6: a long and narrow end."""
+    options: dict[str, Any] = {
+        "sizes": (40, 6, 3, 3, 2, 2, 1),
+        "dtype": torch.float64,
+        "rounds": 2,
+        "means": means,
+    }
+    one, both = Toy(name, **options), Toy(name, **options)
+    one.transport._rule = StackRule(2, 4, 2)
+    both.transport._rule = StackRule(2, 4, 2, abreast=7)
+    calls: list[int] = []
+    abreast = both.trainer.run_abreast
+    both.trainer.run_abreast = lambda stage, round, stacks: (  # type: ignore[method-assign]
+        calls.append(len(stacks)),
+        abreast(stage, round, stacks),
+    )[1]
+    (plain, events), (beside, others) = one.run(), both.run()
+    assert set(calls) == {4}
+    assert largest_difference(plain, beside) < 1e-7
+    models = [Record({PARAMS: state.get(PARAMS)}) for state in (plain, beside)]
+    assert largest_difference(*models) < 1e-12
+    assert [e["reported"] for e in events] == [e["reported"] for e in others]
+
+
+def test_what_fails_side_by_side_is_found_one_after_the_other(
+    caplog: pytest.LogCaptureFixture,
+) -> None:
+    toy = Toy(sizes=(40, 6, 3, 3), rounds=2)
+    toy.transport._rule = StackRule(2, 4, 2, abreast=4)
+
+    def broken(*arguments: Any) -> Any:
+        raise RuntimeError("streams are out")
+
+    toy.trainer.run_abreast = broken  # type: ignore[method-assign]
+    with caplog.at_level(logging.WARNING, "fedharmony"):
+        state, events = toy.run()
+    assert caplog.text.count("streams are out") == 1
+    assert [e["reported"] for e in events] == [[0, 1, 2, 3]] * 2
+    alone, _ = Toy(sizes=(40, 6, 3, 3), rounds=2).run()
+    assert largest_difference(state, alone) < 1e-5
+
+
+def test_out_of_memory_halves_the_stack(caplog: pytest.LogCaptureFixture) -> None:
+    toy = Toy(sizes=(5, 5, 5, 5, 5), rounds=1)
+    run, tried = toy.trainer.run, []
+
+    def cramped(stage: Any, round: int, messages: Any, *rest: Any) -> Any:
+        tried.append(len(messages))
+        if len(messages) > 2:
+            raise torch.OutOfMemoryError("full")
+        return run(stage, round, messages, *rest)
+
+    toy.trainer.run = cramped  # type: ignore[method-assign]
+    with caplog.at_level(logging.WARNING, "fedharmony"):
+        _, events = toy.run()
+    assert tried == [5, 3, 2, 1, 2]
+    assert events[0]["reported"] == [0, 1, 2, 3, 4]
+    assert not events[0]["failures"]
+    assert "do not fit" in caplog.text
+
+
+# -- lanes and optimisers --------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("decay", [0.0, 0.1])
+@pytest.mark.parametrize("optimiser", ["adam", "sgd", "momentum"])
+def test_both_forms_of_the_optimiser_are_torch_s(optimiser: Any, decay: float) -> None:
+    """Five steps of ``torch.optim``, of the fused kernel, and of the written-out step, float64."""
+    settings = TrainSettings(optimiser=optimiser, lr=0.03, weight_decay=decay)
+    make: Any = {
+        "adam": torch.optim.Adam,
+        "sgd": torch.optim.SGD,
+        "momentum": functools.partial(torch.optim.SGD, momentum=settings.momentum),
+    }[optimiser]
+    generator = torch.Generator().manual_seed(0)
+    start = torch.randn(4, 3, generator=generator, dtype=torch.float64)
+    reference = start.clone().requires_grad_()
+    theirs = make([reference], lr=0.03, weight_decay=decay)
+    fused, written = {"w": start.clone()}, start.clone()
+    moments, own = Moments.of(settings, fused), Moments.of(settings, {"w": written})
+    copy = torch.zeros(4, 3, dtype=torch.bfloat16)
+    step = adam_step if optimiser == "adam" else sgd_step
+    for t in range(5):
+        gradient = torch.randn(4, 3, generator=generator, dtype=torch.float64)
+        reference.grad = gradient.clone()
+        theirs.step()
+        fused_step(settings, fused, {"w": gradient}, moments)
+        clock = torch.tensor(t + 1, dtype=torch.float64)
+        corrections = adam_corrections(clock, torch.float64)
+        step(written, gradient, [m["w"] for m in own.kept], copy, corrections, settings)
+    torch.testing.assert_close(fused["w"], reference.detach(), rtol=0, atol=1e-12)
+    torch.testing.assert_close(written, reference.detach(), rtol=0, atol=1e-12)
+    assert torch.equal(copy, written.bfloat16())
+
+
+def test_lanes_save_clients_that_are_done() -> None:
+    """Two lanes, the second done after a step: a further step of both changes only the first."""
+    received = {"b": torch.zeros(2, 3), "w": torch.ones(2, 2, 2)}
+    settings = TrainSettings(optimiser="sgd", lr=1.0)
+    lanes = PackedLanes(received, 2, settings, frozenset({"w"}))
+    lanes.load(received)
+    ones = {name: torch.ones_like(t) for name, t in received.items()}
+    lanes.step(ones, 2)
+    lanes.losses += 1
+    lanes.save(1, 2)
+    lanes.step(ones, 2)
+    lanes.losses += 1
+    done = lanes.result(2)
+    assert [float(t["b"][0]) for t in done.each] == [-2.0, -1.0]
+    assert [float(t["w"][0, 1]) for t in done.each] == [-1.0, 0.0]
+    assert done.losses.tolist() == [2.0, 1.0]
+    assert torch.equal(done.params["w"][1], done.each[1]["w"])
+    assert lanes.leaves(2)["w"].dtype == torch.bfloat16
+    assert torch.equal(lanes.leaves(2)["w"].float(), lanes.params["w"])  # the copy follows
+
+
+def test_a_parameter_without_gradient_stays() -> None:
+    """Like torch's optimisers, which skip it: no decay, no momentum."""
+    received = {name: torch.ones(1, 2) for name in ("a", "b", "c")}
+    settings = TrainSettings(optimiser="adam", lr=0.1, weight_decay=0.5)
+    for lanes in (NamedLanes(received, settings), PackedLanes(received, 1, settings)):
+        if isinstance(lanes, PackedLanes):
+            lanes.load(received)
+        lanes.step({"a": torch.ones(1, 2), "c": torch.ones(1, 2)}, 1)
+        assert lanes.params["b"].tolist() == [[1.0, 1.0]]
+        assert lanes.params["a"].tolist() == lanes.params["c"].tolist() != [[1.0, 1.0]]
+
+
+def test_the_mean_of_packed_replies_has_the_same_bits() -> None:
+    """Folded as rows, folded by name, and packed replies followed by plain ones."""
+    layout = Layout.of({"w": (3, 2), "b": (5,)})
+    rows = [torch.randn(layout.length, generator=torch.Generator().manual_seed(k)) for k in (1, 2)]
+    packed = [Packed(layout, row) for row in rows]
+    plain = [dict(p) for p in packed]
+    results = []
+    for replies in (packed, plain, [packed[0], plain[1]], [plain[0], packed[1]]):
+        mean = RunningMean()
+        for weight, reply in zip((3.0, 1.0), replies, strict=True):
+            mean.add(reply, weight)
+        results.append(mean.result())
+    assert isinstance(results[0], Packed)
+    for other in results[1:]:
+        assert all(torch.equal(results[0][n], other[n]) for n in ("w", "b"))
+
+
+def test_a_program_keeps_its_inputs_in_place() -> None:
+    """The second call must read the second inputs, from where the first ones were."""
+    seen: list[tuple[int, list[int]]] = []
+
+    def step(fed: Fed) -> None:
+        seen.append((fed.images.data_ptr(), fed.images.tolist()))
+
+    program = Program(step, record=False)
+    for number in (1, 2):
+        program(Fed(torch.tensor([number]), None, {}, {}))
+    assert [values for _, values in seen] == [[1], [2]]
+    assert seen[0][0] == seen[1][0]
+
+
+# -- compiled pieces -------------------------------------------------------------------------------
+
+
+def small_vit(depth: int = 3) -> Model:
+    vit = ViT(ViT.Config(width=16, depth=depth, heads=2, patch=4), InputSpec(3, 8, 8))
+    return Model(vit, LinearHead(vit.width, 5))
+
+
+def clients(model: Model, count: int) -> dict[str, Tensor]:
+    return stack([model.init(torch.Generator().manual_seed(k)) for k in range(count)])
+
+
+def test_compiled_pieces_compute_the_same() -> None:
+    """Forward and gradients, for the first shape and for others."""
+    model = small_vit()
+    compiled = model.compiled(backend="aot_eager")
+    assert compiled.backbone is not model.backbone
+    for width, rows in ((4, 2), (3, 2), (2, 5), (1, 3)):
+        params = {n: t.requires_grad_() for n, t in clients(model, width).items()}
+        images = torch.randn(width, rows, 3, 8, 8, generator=torch.Generator().manual_seed(9))
+        found = []
+        for made in (model, compiled):
+            outputs = made.apply(params, images)
+            found.append([outputs, *torch.autograd.grad(outputs.square().sum(), params.values())])
+        for a, b in zip(*found, strict=True):
+            torch.testing.assert_close(a, b, rtol=1e-5, atol=1e-6)
+
+
+def test_one_compilation_serves_all_blocks_and_shapes() -> None:
+    """Four blocks: one variant for the first shape, one for any other but a single client's."""
+    made: list[int] = []
+
+    def backend(graph: Any, inputs: Any) -> Any:
+        made.append(1)
+        return graph.forward
+
+    model = small_vit(depth=4)
+    model.backbone._block = CompiledPiece(block, backend)  # type: ignore[attr-defined]
+    for width, rows, variants in ((4, 2, 1), (3, 5, 2), (2, 7, 2), (4, 2, 2), (1, 6, 3)):
+        images = torch.zeros(width, rows, 3, 8, 8)
+        with torch.no_grad():
+            model.backbone.tokens(clients(model, width), images)
+        assert len(made) == variants
+
+
+def test_another_model_does_not_free_the_numbers_of_the_first() -> None:
+    """Heads, widths and patches of a second model are constants of its code, too."""
+    free: list[bool] = []
+
+    def backend(graph: Any, inputs: Any) -> Any:
+        free.append(any(isinstance(value, torch.SymInt) for value in inputs))
+        return graph.forward
+
+    for heads, width in ((2, 16), (4, 32)):
+        vit = ViT(ViT.Config(width=width, depth=2, heads=heads, patch=4), InputSpec(3, 8, 8))
+        vit._block = CompiledPiece(block, backend)
+        model = Model(vit, LinearHead(width, 5))
+        with torch.no_grad():
+            vit.tokens(clients(model, 3), torch.zeros(3, 2, 3, 8, 8))
+    assert free == [False, False]
+
+
+def test_a_piece_that_cannot_be_compiled_runs_as_it_is(caplog: pytest.LogCaptureFixture) -> None:
+    def broken(graph: Any, inputs: Any) -> Any:
+        raise RuntimeError("no compiler here")
+
+    def double(own: Any, x: Tensor) -> Tensor:
+        return x * 2
+
+    piece = CompiledPiece(double, broken)
+    with caplog.at_level(logging.WARNING, "fedharmony"):
+        assert piece({}, torch.ones(2, 1)).tolist() == [[2.0], [2.0]]
+        assert piece({}, torch.ones(2, 1)).tolist() == [[2.0], [2.0]]
+    assert caplog.text.count("Compiling failed") == 1
+
+
+@pytest.mark.parametrize("name", methods.names())
+def test_compiled_training_agrees_for_every_method(name: str) -> None:
+    """The optimiser's compiled pass and few shapes; the toy backbone has no pieces of its own."""
+    options: dict[str, Any] = {"sizes": (9, 4), "rounds": 2, "dtype": torch.float64}
+    plain, _ = Toy(name, **options).run()
+    compiled, _ = Toy(name, **options, means=Means(compile=True, backend="aot_eager")).run()
+    assert largest_difference(plain, compiled) < 1e-9
+
+
+# -- on a GPU --------------------------------------------------------------------------------------
+
+needs_cuda = pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a GPU")
+
+
+@needs_cuda
+@pytest.mark.parametrize("name", methods.names())
+def test_recorded_steps_on_a_gpu_train_like_a_cpu(name: str) -> None:
+    """CUDA graphs, float64, unequal clients: two devices, the same model."""
+    options: dict[str, Any] = {"sizes": SIZES, "dtype": torch.float64, "rounds": 3}
+    here, _ = Toy(name, **options).run()
+    there, events = Toy(name, **options, device="cuda", means=Means(graphs=True)).run()
+    assert not any(event["failures"] for event in events)
+    models = [Record({PARAMS: state.get(PARAMS)}) for state in (here, there)]
+    assert largest_difference(*models) < 1e-6
+
+
+@needs_cuda
+def test_recorded_stacks_side_by_side_on_a_gpu() -> None:
+    options: dict[str, Any] = {"sizes": (40, 6, 3, 3, 2, 2, 1), "dtype": torch.float64}
+    here, _ = Toy("fedharmony", **options).run()
+    toy = Toy("fedharmony", **options, device="cuda", means=Means(graphs=True))
+    toy.transport._rule = StackRule(2, 4, 2, abreast=7)
+    there, _ = toy.run()
+    assert toy.transport._rule.abreast == 7  # nothing went wrong on the way
+    models = [Record({PARAMS: state.get(PARAMS)}) for state in (here, there)]
+    assert largest_difference(*models) < 1e-6
+
+
+# -- settings --------------------------------------------------------------------------------------
+
+
+def test_on_a_cpu_nothing_is_rounded_compiled_or_recorded_unless_asked() -> None:
+    cpu = torch.device("cpu")
+    assert choose_means(EngineSettings(), cpu, 10**9) == Means()
+    asked = choose_means(EngineSettings(precision="bfloat16", compile=True), cpu, 10)
+    assert asked == Means(half=True, compile=True)
+    with pytest.raises(ConfigError, match=r"engine\.graphs = true needs a CUDA device"):
+        choose_means(EngineSettings(graphs=True), cpu, 10)
+
+
+def test_stacks_of_a_run_follow_the_settings() -> None:
+    small = ("data.train=60", "data.test=20", "split.clients=3", "engine.device=cpu")
+    for given, full, widest in (
+        ((), 16, 128),
+        (("engine.stack=5",), 5, None),
+        (("engine.path=single",), 1, None),
+    ):
+        rule = assemble(load_settings("demo", [*small, *given])).stack_rule()
+        assert (rule.full, rule.widest, rule.abreast) == (full, widest, 0)
+
+
+def test_padding_of_a_round_is_counted() -> None:
+    """Sizes 5, 3 and 2, batch 4, one epoch: of the exact stack 3 × 4 rows, then 1 × 4 (one image).
+
+    Of fixed lanes the same here: three and one are sizes that stay. 10 images in 16 rows: 0.375.
+    """
+    for means in (Means(), FIXED):
+        _, events = Toy(sizes=(5, 3, 2), epochs=1, rounds=1, means=means).run()
+        assert events[0]["padding"] == pytest.approx(0.375)
