@@ -4,6 +4,9 @@ from __future__ import annotations
 
 # torch, scikit-learn and matplotlib take seconds to import. What needs them is imported by the
 # commands themselves, so that --help and mistyped commands answer at once.
+import atexit
+import gc
+import importlib
 import logging
 import os
 import shlex
@@ -72,9 +75,26 @@ class Kind(StrEnum):
     configs = "configs"
 
 
+def _import_torch() -> None:
+    """Import torch, and keep the garbage collector away from it from then on.
+
+    What modules are made of lives to the end. Looking through its many thousand objects again and
+    again, while torch is imported and each time that much is allocated later, would find nothing.
+    """
+    if "torch" in sys.modules:
+        return
+    gc.disable()
+    try:
+        importlib.import_module("torch")
+    finally:
+        gc.enable()
+    gc.freeze()
+
+
 def _settings(
     config: str, overrides: Sequence[str] | None, device: str | None, plugins: list[Path] | None
 ) -> Settings:
+    _import_torch()
     from fedharmony.experiments.settings import load_settings
 
     assignments = list(overrides or ())
@@ -123,6 +143,7 @@ def _leads() -> bool:
 
 
 def _one_process(command: str) -> None:
+    _import_torch()
     from fedharmony.transport.processes import crew
 
     if crew().size > 1:
@@ -161,10 +182,10 @@ def run(
     The run folder (by default `runs/CONFIG-METHOD-seedN`) holds config, environment, partition,
     one JSON line per event, a checkpoint after every round, results and report.
     """
+    settings = _settings(config, overrides, device, plugin)
     from fedharmony.experiments import run as runs
     from fedharmony.experiments.folder import RunFolder
 
-    settings = _settings(config, overrides, device, plugin)
     method = settings.label.replace(":", "-")
     folder = out or Path("runs") / f"{Path(config).stem}-{method}-seed{settings.run.seed}"
     with Progress(quiet=quiet or not _leads()) as progress:
@@ -185,6 +206,7 @@ def resume(
 
     Example: `fedharmony resume runs/demo-fedharmony-seed0`
     """
+    _import_torch()
     from fedharmony.experiments import run as runs
     from fedharmony.experiments.folder import RunFolder
 
@@ -252,9 +274,9 @@ def tune(
     config: `fedharmony compare demo tuned/tuned.toml --methods fedavg,fedprox`. Finished trials are
     kept, so the same command can be repeated or extended.
     """
+    _one_process("tune")
     from fedharmony.experiments.tune import CRITERION, Search
 
-    _one_process("tune")
     settings = _settings(config, overrides, device, plugin)
     folder = out or Path("runs") / f"{Path(config).stem}-tuned"
     search = Search(settings, _words(method_list), folder)
@@ -426,11 +448,18 @@ def options(
     """Options of the program itself."""
 
 
+def _leave_garbage() -> None:
+    """Spare the last search for garbage: half a second, just before the process gives all back."""
+    if "triton" not in sys.modules:  # it would complain about what is left
+        gc.freeze()
+
+
 def main() -> None:
     """Entry point: user errors are one paragraph and exit code 2, never a traceback."""
     # Read when torch is first imported: idle threads soon sleep instead of spinning for long, which
     # would starve our own work on a machine that is also busy otherwise.
     os.environ.setdefault("GOMP_SPINCOUNT", "2000")
+    atexit.register(_leave_garbage)
     # What the data layer has to say (sizes before it writes, images it leaves out).
     logger = logging.getLogger("fedharmony")
     logger.setLevel(logging.INFO)
