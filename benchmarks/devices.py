@@ -34,7 +34,11 @@ METHODS = ("fedavg", "fedharmony")
 
 def train(method: str, device: str, rounds: int) -> tuple[dict[str, Any], list[float], Record]:
     settings = load_settings(
-        "demo", [f"run.method={method}", f"engine.device={device}", f"run.rounds={rounds}"]
+        "demo",
+        [
+            *(f"run.method={method}", f"run.rounds={rounds}"),
+            *(f"engine.device={device}", "engine.precision=float32"),
+        ],
     )
     speeds: list[float] = []
 

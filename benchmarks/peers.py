@@ -134,6 +134,7 @@ def main() -> None:
     parser.add_argument("--naive", default=sys.executable)
     parser.add_argument("--flower")
     parser.add_argument("--pfl")
+    parser.add_argument("--task", type=int, help="only the first (1) or the second (2)")
     options = parser.parse_args()
     chosen = {
         "fedharmony": (options.ours, "ours.py"),
@@ -142,7 +143,8 @@ def main() -> None:
         "Flower": (options.flower, "flower.py"),
     }
     tables: dict[str, dict[str, Any]] = {}
-    for title, task in TASKS.items():
+    chosen_tasks = list(TASKS.items())
+    for title, task in chosen_tasks if options.task is None else [chosen_tasks[options.task - 1]]:
         with tempfile.TemporaryDirectory() as folder:
             parameters = write_task(Path(folder), **task)  # type: ignore[arg-type]
             rows = {
@@ -162,13 +164,15 @@ def main() -> None:
                 f"{row['memory_megabytes']:.0f} |",
                 flush=True,
             )
+    file = HERE / "results" / "peers.json"
+    before = json.loads(file.read_text())["tasks"] if options.task and file.exists() else {}
     content = {
         "date": datetime.now(UTC).date().isoformat(),
         "machine": f"{platform.machine()}, {os.cpu_count()} cores",
         "torch": torch.__version__,
-        "tasks": tables,
+        "tasks": {**before, **tables},
     }
-    (HERE / "results" / "peers.json").write_text(json.dumps(content, indent=1) + "\n")
+    file.write_text(json.dumps(content, indent=1) + "\n")
 
 
 if __name__ == "__main__":

@@ -21,14 +21,14 @@ from fedharmony.engine.optimise import (
     fused_step,
     sgd_step,
 )
-from fedharmony.engine.room import StackRule
+from fedharmony.engine.room import StackRule, stack_rule
 from fedharmony.engine.training import Fed, Means, Program
 from fedharmony.errors import ConfigError
 from fedharmony.experiments.run import assemble, choose_means
 from fedharmony.experiments.settings import EngineSettings, load_settings
 from fedharmony.methods.base import methods
 from fedharmony.metrics import MetricOptions, ScoreStore
-from fedharmony.models.base import InputSpec, Model, stack
+from fedharmony.models.base import InputSpec, Model, models, stack
 from fedharmony.models.compiled import CompiledPiece
 from fedharmony.models.heads import LinearHead
 from fedharmony.models.vit import ViT, block
@@ -452,6 +452,15 @@ def test_stacks_of_a_run_follow_the_settings() -> None:
     ):
         rule = assemble(load_settings("demo", [*small, *given])).stack_rule()
         assert (rule.full, rule.widest, rule.abreast) == (full, widest, 0)
+
+
+def test_large_models_train_fewer_at_once_on_a_cpu() -> None:
+    """Five copies of 86 M float32 weights are 1.7 GB: two clients in 4 GiB, not sixteen."""
+    vit = models["vit_base_patch16"](models["vit_base_patch16"].Config(), InputSpec(3, 32, 32))
+    model = Model(vit, LinearHead(vit.width, 5))
+    weights = {n: torch.empty(s, device="meta") for n, s in model.shapes().items()}
+    given = (model, weights, Means(), torch.device("cpu"), 16, (3, 32, 32))
+    assert stack_rule(*given) == StackRule(2, 16, 2)
 
 
 def test_padding_of_a_round_is_counted() -> None:

@@ -30,8 +30,9 @@ BACKWARD, COMPILED = 1.3, 0.6
 WAITING_BYTES = 1 << 33
 #: From this many parameters on, one client may fill a GPU by itself.
 LARGE = 50_000_000
-#: What a stack may occupy on a CPU, and which share of the free memory of a GPU.
-CPU_BYTES, GPU_SHARE = 1 << 30, 0.8
+#: What the weights of a stack may occupy on a CPU (not a share of what is free: the bits of a run
+#: should not depend on that), and which share of the free memory of a GPU.
+CPU_BYTES, GPU_SHARE = 1 << 32, 0.8
 
 
 @dataclass(frozen=True)
@@ -103,6 +104,7 @@ def stack_rule(
         abreast = WAITING_BYTES * COPIES // weights if means.graphs and fits >= 2 * full else 0
     else:
         widest, abreast = CPU_BYTES // weights, 0
+        full = max(1, min(full, widest))
     return StackRule(full, batch_size, max(full, min(widest, WIDEST * full)), abreast)
 
 

@@ -179,6 +179,8 @@ class Program:
             try:
                 with torch.cuda.graph(graph, pool=self._pool):
                     self._step(self._fed)
+            except torch.OutOfMemoryError:
+                raise
             except RuntimeError as error:  # recording runs nothing: the step is still to be done
                 first = str(error).strip().splitlines()[0]
                 log.warning("A step cannot be recorded (%s) and is launched piece by piece.", first)
@@ -261,7 +263,6 @@ class Trainer:
             for name in ("normalise", "loss")
             if means.compile and getattr(getattr(method, name), "stacked", False)
         }
-        self._announced: set[tuple[int, int]] = set()
         self._pool = torch.cuda.graph_pool_handle() if means.graphs else None
 
     def train(self, work: Work, tick: Tick) -> Trained:
@@ -302,7 +303,9 @@ class Trainer:
         return lanes.result(clients)._replace(rows=rows)
 
     def release(self) -> None:
-        """Give recorded programs and their memory back."""
+        """Give recorded programs and their memory back, once they are done."""
+        if self.means.graphs:
+            torch.cuda.synchronize(self.device)
         self._bound.clear()
         self._lanes = None
 
@@ -363,27 +366,18 @@ class Trainer:
 
     def _program(self, bound: Bound, width: int, rows: int) -> Program | Callable[[Fed], None]:
         """The step of the first ``width`` lanes."""
-        leaves = bound.lanes.leaves(width)
-        if not bound.fixed:
-            return lambda fed: self._step(bound, width, leaves, fed)
         program = bound.programs.get((width, rows))
         if program is None:
-            self._announce(width, rows)
-            program = bound.programs[width, rows] = Program(
-                lambda fed: self._step(bound, width, leaves, fed), self.means.graphs, self._pool
-            )
-        return program
+            leaves = bound.lanes.leaves(width)
 
-    def _announce(self, width: int, rows: int) -> None:
-        """Say why the first step of a shape takes long; each shape once, whatever the message."""
-        if self.means.compile and (width, rows) not in self._announced:
-            self._announced.add((width, rows))
-            log.info(
-                "Compiling the training step of %d clients × %d images: seconds to a minute, once "
-                "for this shape.",
-                width,
-                rows,
-            )
+            def step(fed: Fed) -> None:
+                self._step(bound, width, leaves, fed)
+
+            if not bound.fixed:
+                return step
+            program = Program(step, self.means.graphs, self._pool)
+            bound.programs[width, rows] = program
+        return program
 
     def _step(self, bound: Bound, width: int, leaves: Tensors, fed: Fed) -> None:
         """One batch of each client: forward, backward, the method's pull, the optimiser."""
@@ -396,7 +390,7 @@ class Trainer:
         assert pixels is not None
         if self.changes.active:
             pixels = augment(self.changes, pixels, fed.changes)
-        images = self._hook("normalise", (0, dims, 0))(pixels, groups, fed.draws).to(dtype)
+        images = self.hook("normalise", (0, dims, 0))(pixels, groups, fed.draws).to(dtype)
         inputs = over_clients(method.inputs, (0, dims, 0 if method.consults else None))
         with self.means.autocast(self.device):
             opinion = None
@@ -405,7 +399,7 @@ class Trainer:
                     opinion = self.model.apply({**received, **constants}, images).to(dtype)
             batch = batch._replace(inputs=inputs(batch, groups, opinion))
             outputs = self.model.apply({**leaves, **constants}, images, batch.inputs)
-        values, carry = self._hook("loss", (0, 0, dims, 0))(outputs.to(dtype), batch, groups, carry)
+        values, carry = self.hook("loss", (0, 0, dims, 0))(outputs.to(dtype), batch, groups, carry)
         found = torch.autograd.grad(values.sum(), list(leaves.values()), allow_unused=True)
         gradients = {n: g for n, g in zip(leaves, found, strict=True) if g is not None}
         with torch.no_grad():
@@ -413,7 +407,7 @@ class Trainer:
             self._move(bound, width, gradients, received, groups, carry)
             bound.lanes.losses[:width] += values.detach()
 
-    def _hook(self, name: str, dims: tuple[Any, ...]) -> Callable[..., Any]:
+    def hook(self, name: str, dims: tuple[Any, ...]) -> Callable[..., Any]:
         """A function of the method for a stack; compiled if it works on stacks by itself."""
         return self._hooks.get(name) or over_clients(getattr(self.method, name), dims)
 

@@ -506,7 +506,8 @@ def matrices(assembly: Assembly, state: Record, structure: StructureResult) -> T
 
 def _rows(rounds: Sequence[Event]) -> float:
     """Rows computed in training, padding included."""
-    return sum(e["images"] / (1 - e["padding"]) for e in rounds if e.get("padding") is not None)
+    counted = [e for e in rounds if e.get("padding") is not None]
+    return float(sum(e["images"] / (1 - e["padding"]) for e in counted))
 
 
 def summarise(

@@ -135,7 +135,7 @@ class EngineSettings:
         compile: compile the model with torch.compile; none does on a GPU for models of a million
             parameters or more (each new shape of step takes seconds to a minute, once).
         graphs: record steps as CUDA graphs; none does on a GPU.
-        deterministic: on a GPU, use only kernels that repeat to the bit (slower).
+        deterministic: ask torch for kernels that repeat to the bit (slower on a GPU).
         sweep_batch: images per client and step in passes without gradient.
         threads: CPU threads; none keeps torch's choice.
         tf32: matrix products on CUDA with shorter mantissas: faster, less exact.

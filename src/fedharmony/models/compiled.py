@@ -65,9 +65,18 @@ class Compiled:
 
 
 class CompiledPiece(Compiled):
-    """A part of a backbone; its tensors carry the client axis first, ``x`` the images second."""
+    """A part of a backbone; its tensors carry the client axis first, ``x`` the images second.
 
-    def __init__(self, function: Piece, backend: Any = "inductor") -> None:
+    Args:
+        function: the part.
+        backend: of ``torch.compile``.
+        said: what was announced, shared by the parts of a backbone: each wait is explained once.
+    """
+
+    def __init__(
+        self, function: Piece, backend: Any = "inductor", said: set[str] | None = None
+    ) -> None:
+        self._said = set() if said is None else said
         # Heads that were free, once another model was compiled, would slow attention down.
         super().__init__(function, backend, dynamic=False)
         self._first: dict[bool, tuple[int, ...]] = {}
@@ -77,11 +86,23 @@ class CompiledPiece(Compiled):
         if self.compiled is not None:
             shape = tuple(x.shape[:2])
             vary = shape != self._first.setdefault(torch.is_grad_enabled(), shape)
+            self._announce(shape, vary)
             _mark(x, 2 if vary else 0)
             for tensor in own.values():
                 _mark(tensor, 1 if vary else 0)
         found: Tensor = super().__call__(own, x, *options)
         return found
+
+    def _announce(self, shape: tuple[int, ...], vary: bool) -> None:
+        """Say why the first call of a kind takes long."""
+        what = "training" if torch.is_grad_enabled() else "evaluating"
+        count = f"{shape[0]} clients × {shape[1]} images"
+        if vary:
+            count = "a single client" if shape[0] == 1 else "any other number of clients and images"
+        kind = f"{what} {count}"
+        if kind not in self._said:
+            self._said.add(kind)
+            log.info("Compiling for %s: seconds to a minute, once in a run.", kind)
 
 
 def _mark(tensor: Tensor, leading: int) -> None:

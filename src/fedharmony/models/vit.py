@@ -170,9 +170,9 @@ class ViT(Backbone):
 
     def compiled(self, backend: str = "inductor") -> ViT:
         """The same transformer; embedding, block and last block are compiled once each."""
-        made = copy(self)
+        made, said = copy(self), set[str]()
         made._embed, made._block, made._last_block = (
-            CompiledPiece(piece, backend) for piece in (embed, block, last_block)
+            CompiledPiece(piece, backend, said) for piece in (embed, block, last_block)
         )
         return made
 
