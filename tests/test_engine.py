@@ -476,6 +476,21 @@ class Unreliable:
             yield answer
 
 
+def test_clients_are_asked_largest_first_whatever_the_transport() -> None:
+    """Sizes 20, 7, 1, 13, 7: equal sizes in client order; sums over replies keep this order."""
+    toy, asked = Toy(sizes=(20, 7, 1, 13, 7), rounds=1), []
+    exchange = toy.transport.exchange
+
+    def listen(stage: Stage, round: int, messages: Any) -> Any:
+        asked.append(list(messages))
+        return exchange(stage, round, messages)
+
+    toy.transport.exchange = listen
+    _, events = toy.run()
+    assert asked == [[0, 3, 1, 4, 2]]
+    assert events[0]["reported"] == [0, 1, 2, 3, 4]
+
+
 @pytest.mark.parametrize(
     ("how", "reason"),
     [

@@ -81,7 +81,9 @@ class Layout:
         """One tensor (..., *shape) in rows (..., length)."""
         shape = self._shape[name]
         part, lead = rows[..., self.places[name]], rows.shape[:-1]
-        return part.view(*lead, *shape[::-1]).mT if len(shape) == 2 else part.view(*lead, *shape)
+        if len(shape) == 2:
+            return part.view(*lead, *shape[::-1]).mT
+        return part.view((*lead, *shape))
 
     def views(self, rows: Tensor) -> Tensors:
         """All named tensors in rows."""
