@@ -21,7 +21,7 @@ from fedharmony.engine.lanes import Trained
 from fedharmony.engine.memory import ClientMemory
 from fedharmony.engine.optimise import TrainSettings
 from fedharmony.engine.prefetch import gathered
-from fedharmony.engine.stacking import StackedMessage, expand, narrow
+from fedharmony.engine.stacking import StackedMessage, expand, narrow, over_clients
 from fedharmony.engine.training import Means, Tick, Trainer, Work
 from fedharmony.losses import Batch, label_weights, positive_weights
 from fedharmony.methods.base import ClientView, Method, Stage, Sweep
@@ -334,7 +334,7 @@ class Cohort:
             return pixels
         # Half-precision copies of matrices aside, a pass is as precise as its parameters.
         dtype = next(t.dtype for t in params.values() if t.dtype != torch.bfloat16)
-        normalise = self._trainers[0].hook("normalise", (0, message.dims, 0))
+        normalise = over_clients(self.method.normalise, (0, message.dims, 0))
         images = normalise(pixels, groups, {}).to(dtype)
         if sweep.reads == "gradients":
             return self._gradients(sweep, params, images, batch)

@@ -258,11 +258,8 @@ class Trainer:
         self._gathered, self._fetch, self._labelled = gathered, fetch, labelled
         self._lanes: PackedLanes | None = None
         self._bound: dict[object, Bound] = {}
-        self._hooks = {
-            name: Compiled(getattr(method, name), means.backend)
-            for name in ("normalise", "loss")
-            if means.compile and getattr(getattr(method, name), "stacked", False)
-        }
+        native = getattr(method.loss, "stacked", False)
+        self._loss = Compiled(method.loss, means.backend) if means.compile and native else None
         self._pool = torch.cuda.graph_pool_handle() if means.graphs else None
 
     def train(self, work: Work, tick: Tick) -> Trained:
@@ -390,7 +387,7 @@ class Trainer:
         assert pixels is not None
         if self.changes.active:
             pixels = augment(self.changes, pixels, fed.changes)
-        images = self.hook("normalise", (0, dims, 0))(pixels, groups, fed.draws).to(dtype)
+        images = over_clients(method.normalise, (0, dims, 0))(pixels, groups, fed.draws).to(dtype)
         inputs = over_clients(method.inputs, (0, dims, 0 if method.consults else None))
         with self.means.autocast(self.device):
             opinion = None
@@ -399,17 +396,14 @@ class Trainer:
                     opinion = self.model.apply({**received, **constants}, images).to(dtype)
             batch = batch._replace(inputs=inputs(batch, groups, opinion))
             outputs = self.model.apply({**leaves, **constants}, images, batch.inputs)
-        values, carry = self.hook("loss", (0, 0, dims, 0))(outputs.to(dtype), batch, groups, carry)
+        loss = self._loss or over_clients(method.loss, (0, 0, dims, 0))
+        values, carry = loss(outputs.to(dtype), batch, groups, carry)
         found = torch.autograd.grad(values.sum(), list(leaves.values()), allow_unused=True)
         gradients = {n: g for n, g in zip(leaves, found, strict=True) if g is not None}
         with torch.no_grad():
             bound.keep(carry, width)
             self._move(bound, width, gradients, received, groups, carry)
             bound.lanes.losses[:width] += values.detach()
-
-    def hook(self, name: str, dims: tuple[Any, ...]) -> Callable[..., Any]:
-        """A function of the method for a stack; compiled if it works on stacks by itself."""
-        return self._hooks.get(name) or over_clients(getattr(self.method, name), dims)
 
     def _move(
         self,
