@@ -6,6 +6,7 @@ import contextlib
 import csv
 import io
 import json
+import logging
 import os
 import signal
 import subprocess
@@ -200,6 +201,7 @@ def test_plain_progress_when_piped(tmp_path: Path) -> None:
     assert (tmp_path / "runs" / "demo-fedavg-seed0" / "report.html").exists()
     quiet = succeed(tmp_path, "run", "demo", *SMALL, "run.rounds=2", "--out", "q", "--quiet")
     assert len(quiet.splitlines()) < len(out.splitlines())
+    assert logging.getLogger("fedharmony").level == logging.WARNING  # notes are left out, too
 
 
 def test_compare(tmp_path: Path) -> None:

@@ -135,6 +135,13 @@ def _repeatable(folder: Path) -> Iterator[None]:
         raise typer.Exit(130) from None
 
 
+def _progress(quiet: bool) -> Progress:
+    """Live progress, and what the parts of a run have to say; quiet, only their warnings."""
+    if quiet:
+        logging.getLogger("fedharmony").setLevel(logging.WARNING)
+    return Progress(quiet=quiet)
+
+
 def _leads() -> bool:
     """Whether this process prints: the first of those that torchrun started, or the only one."""
     from fedharmony.transport.processes import crew
@@ -188,7 +195,7 @@ def run(
 
     method = settings.label.replace(":", "-")
     folder = out or Path("runs") / f"{Path(config).stem}-{method}-seed{settings.run.seed}"
-    with Progress(quiet=quiet or not _leads()) as progress:
+    with _progress(quiet or not _leads()) as progress:
         _guarded(folder, lambda: runs.start(settings, RunFolder(folder), progress))
     if _leads():
         _show(folder, quiet)
@@ -214,7 +221,7 @@ def resume(
     run_folder.open()
     if runs.finished(run_folder) is not None and not quiet:
         typer.echo(f"{folder} is already complete; nothing to do.", err=True)
-    with Progress(quiet=quiet or not _leads()) as progress:
+    with _progress(quiet or not _leads()) as progress:
         _guarded(folder, lambda: runs.resume(run_folder, progress, device))
     if _leads():
         _show(folder, quiet)
@@ -280,7 +287,7 @@ def tune(
     settings = _settings(config, overrides, device, plugin)
     folder = out or Path("runs") / f"{Path(config).stem}-tuned"
     search = Search(settings, _words(method_list), folder)
-    with Progress(quiet=quiet) as progress:
+    with _progress(quiet) as progress:
 
         def observer(i: int, planned: Planned) -> Callable[[dict[str, Any]], None]:
             progress.begin(i + 1, search.size, f"{planned.label} {planned.folder.path.name}")
@@ -340,7 +347,7 @@ def _compare(
 
     planned = comparison.plan(settings, labels, seeds, folder)
     comparison.write_index(folder, name, planned)  # first: a comparison under way can be reported
-    with Progress(quiet=quiet) as progress:
+    with _progress(quiet) as progress:
 
         def observer(i: int, planned_run: Planned) -> Callable[[dict[str, Any]], None]:
             progress.begin(i + 1, len(planned), f"{planned_run.label} seed {planned_run.seed}")
