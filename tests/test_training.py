@@ -180,12 +180,17 @@ def test_stacks_side_by_side_train_like_one_after_the_other(name: str, means: Me
     both.transport._rule = StackRule(2, 4, 2, abreast=7)
     calls: list[int] = []
     abreast = both.trainer.run_abreast
-    both.trainer.run_abreast = lambda stage, round, stacks: (  # type: ignore[method-assign]
+    both.trainer.run_abreast = lambda stage, round, stacks, tick: (  # type: ignore[method-assign]
         calls.append(len(stacks)),
-        abreast(stage, round, stacks),
+        abreast(stage, round, stacks, tick),
     )[1]
+    shares: list[int] = []
+    both.transport._tick = lambda round, done, total: shares.append(done)
     (plain, events), (beside, others) = one.run(), both.run()
     assert set(calls) == {4}
+    assert shares.count(100) >= 2  # both rounds were shown to the end,
+    assert all(0 < share <= 100 for share in shares)  # step by step
+    assert len(set(shares)) > 10
     assert largest_difference(plain, beside) < 1e-7
     models = [Record({PARAMS: state.get(PARAMS)}) for state in (plain, beside)]
     assert largest_difference(*models) < 1e-12

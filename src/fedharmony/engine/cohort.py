@@ -148,7 +148,11 @@ class Cohort:
         return self._answers(stage, round, messages, work, trained)
 
     def run_abreast(
-        self, stage: Stage, round: int, stacks: Sequence[Mapping[int, Record]]
+        self,
+        stage: Stage,
+        round: int,
+        stacks: Sequence[Mapping[int, Record]],
+        tick: Tick = lambda done, total: None,
     ) -> list[Reply]:
         """A stage with training for several stacks: the first one beside all the others.
 
@@ -163,8 +167,10 @@ class Cohort:
             _Side(self._side(trainer, works, share, trained), self.device)
             for trainer, share in zip(self._trainers, ([0], range(1, len(works))), strict=True)
         ]
-        while [side for side in sides if side.advance()]:
-            pass
+        done, total = 0, sum(len(work.plan.index) for work in works)
+        while moved := sum(side.advance() for side in sides):
+            done = min(total, done + moved)  # a side also moves once to give its result
+            tick(done, total)
         for side in sides:
             side.join(trained.values())
         replies = [

@@ -70,9 +70,14 @@ class InProcess:
         narrow = first[0] >= 2 * first[len(first) // 2]
         if not (stage.train and len(stacks) > 1 and narrow and clients <= self._rule.abreast):
             return []
+
+        def tick(step: int, steps: int) -> None:
+            if self._tick is not None:
+                self._tick(round, int(100 * step / steps), 100)
+
         try:
             parts = [{k: messages[k] for k in members} for members in stacks]
-            return self.cohort.run_abreast(stage, round, parts)
+            return self.cohort.run_abreast(stage, round, parts, tick)
         except CheckpointError:
             raise
         except Exception as error:
