@@ -34,7 +34,7 @@ from fedharmony.data.base import LabelledImages, TensorImages
 from fedharmony.engine.cohort import Cohort
 from fedharmony.engine.federation import Federation, FederationSettings
 from fedharmony.engine.optimise import TrainSettings
-from fedharmony.engine.room import StackRule, stack_rule, stacking_pays
+from fedharmony.engine.room import Trial
 from fedharmony.engine.training import Means
 from fedharmony.experiments.run import choose_means
 from fedharmony.experiments.settings import EngineSettings
@@ -104,17 +104,13 @@ class Run:
         data = make_data(sum(sizes), classes, side, device)
         ends = np.cumsum(sizes)
         clients = [np.arange(end - n, end) for n, end in zip(sizes, ends, strict=True)]
-        given = (net, params, means, device)
-        rule = stack_rule(*given, BATCH, (3, side, side))
-        if not stacking_pays(*given, rule.full, BATCH, (3, side, side)):
-            rule = StackRule(1)
-        self.rule = rule
+        self.rule = Trial(net, params, means, device, BATCH, (3, side, side)).rule()
         settings = TrainSettings(epochs=EPOCHS, batch_size=BATCH)
         cohort = Cohort(net, self.method, data, clients, settings, 0, device, means=means)
         self.images, self.device = sum(sizes) * EPOCHS, device
         self.loop = Federation(
             self.method,
-            InProcess(cohort, rule),
+            InProcess(cohort, self.rule),
             [list(range(len(sizes)))] * rounds,
             FederationSettings(participation=1.0),
             0,

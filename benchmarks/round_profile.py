@@ -92,16 +92,19 @@ def main() -> None:
     kernels = kinds_of_kernels(run) if device.type == "cuda" else {}
     phases = Phases(device)
     cohort = run.loop.transport.cohort  # type: ignore[attr-defined]
-    for thing, name, phase in (
+    parts = [
         (run.method, "broadcast", "messages: consensus, teachers"),
-        (run.method, "clusters", "label clusters"),
+        (cohort, "run", "training steps"),
+        (cohort, "run_abreast", "training steps"),
         (cohort, "_work", "batches, carries"),
-        (cohort._trainer, "_bind", "received model to all clients"),
-        (cohort._trainer, "train", "training steps"),
+        (cohort, "_answers", "replies"),
         (cohort, "_sweep", "pass over local data"),
-    ):
-        if hasattr(thing, name):
-            phases.wrap(thing, name, phase)
+        *((trainer, "_bind", "received model to all clients") for trainer in cohort._trainers),
+    ]
+    if hasattr(run.method, "clusters"):
+        parts.append((run.method, "clusters", "label clusters"))
+    for thing, name, phase in parts:
+        phases.wrap(thing, name, phase)
     total = run.images / run.round()
     phases.seconds["checks, sums, weights"] = total - sum(phases.seconds.values())
     print(f"\n{options.model}, {options.method}, {options.labels} labels, {options.sizes} sizes")

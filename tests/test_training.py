@@ -22,7 +22,7 @@ from fedharmony.engine.optimise import (
     fused_step,
     sgd_step,
 )
-from fedharmony.engine.room import StackRule, stack_rule
+from fedharmony.engine.room import StackRule, Trial
 from fedharmony.engine.training import Fed, Means, Program
 from fedharmony.errors import ConfigError
 from fedharmony.experiments.run import assemble, choose_means
@@ -466,6 +466,23 @@ def test_a_piece_that_cannot_be_compiled_runs_as_it_is(caplog: pytest.LogCapture
     assert caplog.text.count("Compiling failed") == 1
 
 
+def test_an_optimiser_that_cannot_be_compiled_runs_as_it_is(
+    caplog: pytest.LogCaptureFixture,
+) -> None:
+    """A run on a GPU without Triton goes on: the fallback holds for every compiled part."""
+
+    def broken(graph: Any, inputs: Any) -> Any:
+        raise RuntimeError("no compiler here")
+
+    plain, _ = Toy(dtype=torch.float64, rounds=1).run()
+    means = Means(compile=True, backend=broken)  # type: ignore[arg-type]
+    with caplog.at_level(logging.WARNING, "fedharmony"):
+        other, events = Toy(dtype=torch.float64, rounds=1, means=means).run()
+    assert not events[0]["failures"]
+    assert "Compiling failed" in caplog.text
+    assert largest_difference(plain, other) < 1e-9
+
+
 @pytest.mark.parametrize("name", methods.names())
 def test_compiled_training_agrees_for_every_method(name: str) -> None:
     """The optimiser's compiled pass and few shapes; the toy backbone has no pieces of its own."""
@@ -522,6 +539,8 @@ def test_stacks_of_a_run_follow_the_settings() -> None:
         ((), 16, 128),
         (("engine.stack=5",), 5, None),
         (("engine.path=single",), 1, None),
+        (("engine.path=single", "engine.stack=5"), 1, None),
+        (("engine.path=stacked",), 16, 128),
     ):
         rule = assemble(load_settings("demo", [*small, *given])).stack_rule()
         assert (rule.full, rule.widest, rule.abreast) == (full, widest, 0)
@@ -532,8 +551,9 @@ def test_large_models_train_fewer_at_once_on_a_cpu() -> None:
     vit = models["vit_base_patch16"](models["vit_base_patch16"].Config(), InputSpec(3, 32, 32))
     model = Model(vit, LinearHead(vit.width, 5))
     weights = {n: torch.empty(s, device="meta") for n, s in model.shapes().items()}
-    given = (model, weights, Means(), torch.device("cpu"), 16, (3, 32, 32))
-    assert stack_rule(*given) == StackRule(2, 16, 2)
+    trial = Trial(model, weights, Means(), torch.device("cpu"), 16, (3, 32, 32))
+    assert trial.rule() == trial.rule("stacked") == StackRule(2, 16, 2)
+    assert trial.rule("single") == StackRule(1)
 
 
 def test_padding_of_a_round_is_counted() -> None:

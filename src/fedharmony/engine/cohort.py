@@ -226,7 +226,7 @@ class Cohort:
                     "rows": trained.rows * self.sizes[clients[m]] / total,  # padding is shared
                 }
         replies = {
-            k: Reply(k, len(self.clients[k]), Record(results[m], scalars[m]))
+            k: Reply(k, self.sizes[k], Record(results[m], scalars[m]))
             for m, k in enumerate(clients)
         }
         if stage.train:

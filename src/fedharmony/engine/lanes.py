@@ -9,7 +9,7 @@ optimiser passes fastest; what it gives back is one row per client.
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
-from typing import Any, NamedTuple, Protocol
+from typing import NamedTuple, Protocol
 
 import torch
 from torch import Tensor
@@ -23,6 +23,7 @@ from fedharmony.engine.optimise import (
     fused_step,
     sgd_step,
 )
+from fedharmony.models.compiled import Compiled
 from fedharmony.types import Layout, Packed, Tensors
 
 
@@ -136,17 +137,17 @@ class PackedLanes:
     ) -> None:
         some, shapes = next(iter(received.values())), {n: t.shape[1:] for n, t in received.items()}
         parts = [Layout.of({n: shapes[n]}) for n in shapes if n in half]
-        self._rest = Layout.of({n: shape for n, shape in shapes.items() if n not in half})
-        self.layout = Layout(sum((p.shapes for p in parts), ()) + self._rest.shapes)
+        rest = Layout.of({n: shape for n, shape in shapes.items() if n not in half})
+        self.layout = Layout(sum((p.shapes for p in parts), ()) + rest.shapes)
         self.size, self.dtype, self._settings = size, some.dtype, settings
         kept = MOMENTS[settings.optimiser]
         self._blocks = [_Block(p, size, some, kept, copied=True) for p in parts]
-        self._blocks += [_Block(self._rest, size, some, kept)] if self._rest.shapes else []
+        self._blocks += [_Block(rest, size, some, kept)] if rest.shapes else []
         self.params = {n: t for b in self._blocks for n, t in b.layout.views(b.values).items()}
         self.losses = torch.zeros(size, device=some.device)
         self._clock = torch.zeros((), device=some.device, dtype=torch.float64)
         step = adam_step if settings.optimiser == "adam" else sgd_step
-        self._update: Any = torch.compile(step, dynamic=True, backend=backend) if compile else step
+        self._update = Compiled(step, backend, dynamic=True) if compile else step
         self._saved: list[tuple[int, int, Tensor, Tensor]] = []
 
     def load(self, received: Mapping[str, Tensor]) -> None:

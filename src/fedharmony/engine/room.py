@@ -6,6 +6,7 @@ import logging
 import time
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
+from typing import Literal
 
 import torch
 from torch import Tensor
@@ -84,114 +85,105 @@ class StackRule:
         return stacks
 
 
-def stack_rule(
-    model: Model,
-    params: Mapping[str, Tensor],
-    means: Means,
-    device: torch.device,
-    batch_size: int,
-    image: tuple[int, int, int],
-) -> StackRule:
-    """The widths that fit into memory and fill the device."""
-    full = FULL.get(device.type, FULL["cpu"])
-    weights = COPIES * sum(t.numel() * t.element_size() for t in params.values())
-    if device.type == "cuda":
-        free = GPU_SHARE * torch.cuda.mem_get_info(device)[0]
-        row = _bytes_per_image(model, params, means, device, batch_size, image)
-        fits = int(free // (weights + batch_size * row))
-        full, widest = max(1, min(full, fits)), int(free // (weights + row))
-        # Two stacks at a time need twice the room.
-        abreast = WAITING_BYTES * COPIES // weights if means.graphs and fits >= 2 * full else 0
-    else:
-        widest, abreast = CPU_BYTES // weights, 0
-        full = max(1, min(full, widest))
-    return StackRule(full, batch_size, max(full, min(widest, WIDEST * full)), abreast)
+@dataclass(frozen=True)
+class Trial:
+    """What is tried on the device, before the first round, to find out how to train.
 
-
-def stacking_pays(
-    model: Model,
-    params: Mapping[str, Tensor],
-    means: Means,
-    device: torch.device,
-    width: int,
-    batch_size: int,
-    image: tuple[int, int, int],
-) -> bool:
-    """Whether ``width`` clients at once are faster than one after the other, by trying both.
-
-    Small models always gain; a CPU gains too. On a GPU a large model is timed: forward and backward
-    pass, a few repetitions each.
+    Attributes:
+        model: what is trained, not compiled.
+        params: its parameters, frozen ones included, of one client.
+        means: how to compute.
+        device: where.
+        batch_size: rows of a full batch.
+        image: channels, height and width.
     """
-    if not model.backbone.stackable or width == 1:
-        return False
-    if device.type != "cuda" or model.num_parameters < LARGE:
-        return True
-    speeds = {
-        m: _images_per_second(model, params, means, device, m, batch_size, image)
-        for m in (1, width)
-    }
-    log.info(
-        "Images per second of one client at a time: %.0f; of %d at once: %.0f.",
-        speeds[1],
-        width,
-        speeds[width],
-    )
-    return speeds[width] >= speeds[1]
 
+    model: Model
+    params: Mapping[str, Tensor]
+    means: Means
+    device: torch.device
+    batch_size: int
+    image: tuple[int, int, int]
 
-def _leaves(
-    params: Mapping[str, Tensor], means: Means, device: torch.device, width: int
-) -> Tensors:
-    wide = {n: t.to(device).unsqueeze(0).repeat(width, *[1] * t.dim()) for n, t in params.items()}
-    return {n: t.requires_grad_() for n, t in means.lowered(wide).items()}
+    def rule(self, path: Literal["auto", "stacked", "single"] = "auto") -> StackRule:
+        """The widths that fit into memory and fill the device; one client where that is faster."""
+        if path == "single" or not self.model.backbone.stackable:
+            return StackRule(1)
+        rule = self._widths()
+        return rule if path == "stacked" or self._stacking_pays(rule.full) else StackRule(1)
 
+    def _widths(self) -> StackRule:
+        full = FULL.get(self.device.type, FULL["cpu"])
+        weights = COPIES * sum(t.numel() * t.element_size() for t in self.params.values())
+        if self.device.type == "cuda":
+            free = GPU_SHARE * torch.cuda.mem_get_info(self.device)[0]
+            row = self._bytes_per_image()
+            fits = int(free // (weights + self.batch_size * row))
+            full, widest = max(1, min(full, fits)), int(free // (weights + row))
+            # Two stacks at a time need twice the room.
+            two = self.means.graphs and fits >= 2 * full
+            abreast = WAITING_BYTES * COPIES // weights if two else 0
+        else:
+            widest, abreast = CPU_BYTES // weights, 0
+            full = max(1, min(full, widest))
+        return StackRule(full, self.batch_size, max(full, min(widest, WIDEST * full)), abreast)
 
-def _bytes_per_image(
-    model: Model,
-    params: Mapping[str, Tensor],
-    means: Means,
-    device: torch.device,
-    batch_size: int,
-    image: tuple[int, int, int],
-) -> int:
-    """What the forward pass of an image leaves for the backward pass, and some room for that."""
-    leaves = _leaves(params, means, device, 1)
-    images = torch.zeros(1, batch_size, *image, device=device)
-    before = torch.cuda.memory_allocated(device)
-    torch.cuda.reset_peak_memory_stats(device)
-    with means.autocast(device):
-        outputs = model.apply(leaves, images)
-    used = torch.cuda.max_memory_allocated(device) - before
-    del outputs
-    return max(1, int((COMPILED if means.compile else BACKWARD) * used / batch_size))
+    def _stacking_pays(self, width: int) -> bool:
+        """Whether ``width`` clients at once are faster than one after the other, by trying both.
 
+        Small models always gain; a CPU gains too. On a GPU a large model is timed: forward and
+        backward pass, a few repetitions each.
+        """
+        if width == 1 or self.device.type != "cuda" or self.model.num_parameters < LARGE:
+            return True
+        alone, together = self._images_per_second(1), self._images_per_second(width)
+        log.info(
+            "Images per second of one client at a time: %.0f; of %d at once: %.0f.",
+            alone,
+            width,
+            together,
+        )
+        return together >= alone
 
-def _images_per_second(
-    model: Model,
-    params: Mapping[str, Tensor],
-    means: Means,
-    device: torch.device,
-    width: int,
-    batch_size: int,
-    image: tuple[int, int, int],
-) -> float:
-    leaves = _leaves(params, means, device, width)
-    images = torch.zeros(width, batch_size, *image, device=device)
+    def _inputs(self, width: int) -> tuple[Tensors, Tensor]:
+        """Leaves and images of so many clients."""
+        device = self.device
+        wide = {n: t.to(device).repeat(width, *[1] * t.dim()) for n, t in self.params.items()}
+        leaves = {
+            n: t.requires_grad_(t.is_floating_point()) for n, t in self.means.lowered(wide).items()
+        }
+        return leaves, torch.zeros(width, self.batch_size, *self.image, device=device)
 
-    def step() -> None:
-        with means.autocast(device):
-            outputs = model.apply(leaves, images)
-        torch.autograd.grad(outputs.float().sum(), list(leaves.values()), allow_unused=True)
+    def _bytes_per_image(self) -> int:
+        """What the forward pass of an image leaves for the backward pass, and room for that."""
+        leaves, images = self._inputs(1)
+        before = torch.cuda.memory_allocated(self.device)
+        torch.cuda.reset_peak_memory_stats(self.device)
+        with self.means.autocast(self.device):
+            outputs = self.model.apply(leaves, images)
+        used = torch.cuda.max_memory_allocated(self.device) - before
+        del outputs
+        factor = COMPILED if self.means.compile else BACKWARD
+        return max(1, int(factor * used / self.batch_size))
 
-    for _ in range(2):
-        step()
-    graph = torch.cuda.CUDAGraph()
-    with torch.cuda.graph(graph):
-        step()
-    graph.replay()
-    torch.cuda.synchronize(device)
-    began = time.perf_counter()
-    for _ in range(3):
+    def _images_per_second(self, width: int) -> float:
+        leaves, images = self._inputs(width)
+        trained = [t for t in leaves.values() if t.requires_grad]
+
+        def step() -> None:
+            with self.means.autocast(self.device):
+                outputs = self.model.apply(leaves, images)
+            torch.autograd.grad(outputs.float().sum(), trained, allow_unused=True)
+
+        for _ in range(2):
+            step()
+        graph = torch.cuda.CUDAGraph()
+        with torch.cuda.graph(graph):
+            step()
         graph.replay()
-    torch.cuda.synchronize(device)
-    return 3 * width * batch_size / (time.perf_counter() - began)
+        torch.cuda.synchronize(self.device)
+        began = time.perf_counter()
+        for _ in range(3):
+            graph.replay()
+        torch.cuda.synchronize(self.device)
+        return 3 * width * self.batch_size / (time.perf_counter() - began)

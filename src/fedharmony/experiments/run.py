@@ -23,7 +23,7 @@ from fedharmony.engine.checkpoint import digest
 from fedharmony.engine.cohort import Cohort
 from fedharmony.engine.federation import Event, Federation
 from fedharmony.engine.memory import ClientMemory
-from fedharmony.engine.room import StackRule, stack_rule, stacking_pays
+from fedharmony.engine.room import StackRule, Trial
 from fedharmony.engine.sampling import cohort_size, draw_schedule
 from fedharmony.engine.training import Means
 from fedharmony.errors import CheckpointError, ConfigError, FedHarmonyError
@@ -178,18 +178,13 @@ class Assembly:
         )
 
     def stack_rule(self) -> StackRule:
-        """How many clients train at once."""
+        """How many clients train at once: as the settings say, or as a trial shows."""
         engine, params = self.settings.engine, {**self.parameters[0], **self.parameters[1]}
-        if engine.path == "single" or not self.model.backbone.stackable:
-            return StackRule(1)
-        if engine.stack is not None:
-            return StackRule(engine.stack)
         batch, image = self.settings.train.batch_size, self.data.train.images.shape
-        given = (self.model, params, self.means, self.device)
-        rule = stack_rule(*given, batch, image)
-        if engine.path == "auto" and not stacking_pays(*given, rule.full, batch, image):
-            return StackRule(1)
-        return rule
+        trial = Trial(self.model, params, self.means, self.device, batch, image)
+        if engine.stack is None or engine.path == "single":
+            return trial.rule(engine.path)
+        return StackRule(engine.stack if self.model.backbone.stackable else 1)
 
     @torch.no_grad()
     def evaluate(self, state: Record) -> Evaluation:

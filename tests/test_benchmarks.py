@@ -1,0 +1,36 @@
+"""Benchmarks reach into the engine; a tiny run of those that do shows that they still fit it."""
+
+from __future__ import annotations
+
+import json
+import subprocess
+import sys
+from pathlib import Path
+from typing import Any
+
+BENCHMARKS = Path(__file__).parents[1] / "benchmarks"
+TINY = ("--device", "cpu", "--side", "16", "--images", "4", "--out")
+
+
+def result(script: str, folder: Path, *options: str) -> Any:
+    command = [sys.executable, str(BENCHMARKS / f"{script}.py"), *options, *TINY, str(folder)]
+    done = subprocess.run(command, capture_output=True, text=True, check=False, timeout=120)
+    assert done.returncode == 0, done.stderr
+    return json.loads((folder / f"{script}.json").read_text())
+
+
+def test_the_profile_finds_the_time_of_a_round_where_it_is_spent(tmp_path: Path) -> None:
+    """Most of a round trains; a phase that no longer exists would hand its time to the rest."""
+    (found,) = result("profile", tmp_path, "--model", "demo").values()
+    phases = found["phase"]
+    assert max(phases, key=phases.get) == "training steps"
+    for phase in ("label clusters", "pass over local data", "received model to all clients"):
+        assert phases[phase] > 0
+
+
+def test_whole_rounds_are_measured_beside_training_in_one_place(tmp_path: Path) -> None:
+    options = ("--models", "demo", "--parts", "equal", "--rounds", "1")
+    central, rounds = result("engine", tmp_path, *options)["rows"]
+    assert central["of_limit"] == 1.0
+    assert rounds["speed"] / central["speed"] == rounds["of_limit"] > 0
+    assert 0 < rounds["train_loss"] < 1
