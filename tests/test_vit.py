@@ -115,6 +115,40 @@ def test_stack_equals_single_models(dtype: torch.dtype, tol: float, long: bool) 
         assert_close(unstack(stacked, k), expected, tol)
 
 
+@pytest.mark.parametrize("class_only", [False, True])
+def test_biases_behind_attention_change_nothing(
+    monkeypatch: pytest.MonkeyPatch, class_only: bool
+) -> None:
+    """Where a bias costs a pass, those of keys and values are spared; same outputs and gradients.
+
+    The gradient of a bias of keys is 0: ``softmax(s + c) = softmax(s)`` for the same c in a row.
+    """
+    vit = ViT(ViT.Config(width=12, depth=2, heads=3, patch=4), InputSpec(3, 8, 8))
+    found = []
+    for late in (False, True):
+        monkeypatch.setattr("fedharmony.models.vit.adds_bias_apart", lambda weight, late=late: late)
+        monkeypatch.setattr("fedharmony.models.base.adds_bias_apart", lambda weight: False)
+        generator = torch.Generator().manual_seed(0)
+        params = {
+            name: (t + 0.3 * torch.randn(3, *t.shape, generator=generator)).double()
+            for name, t in vit.init(generator).items()
+        }
+        leaves = {name: t.requires_grad_() for name, t in params.items()}
+        images = torch.randn(3, 2, 3, 8, 8, generator=generator).double()
+        outputs = (vit.features if class_only else vit.tokens)(leaves, images)
+        gradients = torch.autograd.grad(outputs.square().sum(), list(leaves.values()))
+        found.append([outputs, *gradients])
+    biases = [g for n, g in zip(["", *leaves], found[1], strict=True) if n.endswith("qkv.bias")]
+    assert len(biases) == 2
+    for bias in biases:
+        query, key, value = bias.split(12, dim=1)
+        assert query.abs().min() > 1e-6
+        assert value.abs().min() > 1e-6
+        assert not key.any()
+    for here, there in zip(*found, strict=True):
+        torch.testing.assert_close(here, there, rtol=1e-9, atol=1e-9)
+
+
 def test_features_are_the_class_token() -> None:
     """The shortcut through the last block changes neither value nor gradient."""
     backbone = make().backbone

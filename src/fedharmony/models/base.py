@@ -229,7 +229,7 @@ def unstack(tensors: Mapping[str, Tensor], client: int) -> Tensors:
 # -- Layers with a client axis --------------------------------------------------------------------
 
 
-def linear(x: Tensor, weight: Tensor, bias: Tensor) -> Tensor:
+def linear(x: Tensor, weight: Tensor, bias: Tensor | None) -> Tensor:
     """``y_m = x_m W_mᵀ + b_m`` for each client m.
 
     >>> x = torch.ones(2, 3, 4)
@@ -240,20 +240,31 @@ def linear(x: Tensor, weight: Tensor, bias: Tensor) -> Tensor:
     Args:
         x: (M, ..., in).
         weight: (M, out, in).
-        bias: (M, out).
+        bias: (M, out); none adds nothing.
 
     Returns:
         (M, ..., out).
     """
-    if _is_shared(weight) and _is_shared(bias):
-        return F.linear(x, _shared(weight), _shared(bias))
+    if _is_shared(weight) and (bias is None or _is_shared(bias)):
+        return F.linear(x, _shared(weight), None if bias is None else _shared(bias))
     rows = x.flatten(1, -2)
-    if x.device.type == "cpu":
-        y = torch.baddbmm(bias.unsqueeze(1), rows, weight.mT)
-    else:  # there the bias would first be written out for every row; what follows can absorb a sum
+    if bias is None:
+        y = torch.bmm(rows, weight.mT)
+    elif adds_bias_apart(weight):
         y = torch.bmm(rows, weight.mT)
         y = y + bias.to(y.dtype).unsqueeze(1)
+    else:
+        y = torch.baddbmm(bias.unsqueeze(1), rows, weight.mT)
     return y.view(*x.shape[:-1], -1)
+
+
+def adds_bias_apart(weight: Tensor) -> bool:
+    """Whether :func:`linear` adds the bias in a pass of its own, which what follows may absorb.
+
+    A product of one client adds it for nothing, and so does a CPU. On a GPU a batched product would
+    first have the bias written out for every row.
+    """
+    return weight.device.type != "cpu" and not _is_shared(weight)
 
 
 def layer_norm(x: Tensor, weight: Tensor, bias: Tensor, eps: float) -> Tensor:

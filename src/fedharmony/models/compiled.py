@@ -17,7 +17,7 @@ from typing import Any, TypeAlias
 import torch
 from torch import Tensor
 
-Piece: TypeAlias = Callable[..., Tensor]
+Piece: TypeAlias = Callable[..., Any]
 
 log = logging.getLogger(__name__)
 
@@ -36,6 +36,9 @@ class Compiled:
         backend: of ``torch.compile``.
         dynamic: as ``torch.compile`` has it: by default a size or number that has changed once is
             free from then on; False fixes all but the sizes that are marked.
+        tuned: whether the compiler may try several ways to run elementwise code. What it times
+            includes copies of all tensors that the code writes to, and for code that does little
+            else the choice is chance: the optimiser's pass came out with 3.7 or 2.2 TB/s.
     """
 
     def __init__(
@@ -43,11 +46,15 @@ class Compiled:
         function: Callable[..., Any],
         backend: Any = "inductor",
         dynamic: bool | None = None,
+        tuned: bool = True,
     ) -> None:
         functools.update_wrapper(self, function)
         self.function = function
+        options: dict[str, Any] | None = None
+        if not tuned and backend == "inductor":
+            options = {"triton.autotune_pointwise": False}
         self.compiled: Any = torch.compile(
-            function, fullgraph=True, dynamic=dynamic, backend=backend
+            function, fullgraph=True, dynamic=dynamic, backend=backend, options=options
         )
         _allow_variants()
 
@@ -65,7 +72,7 @@ class Compiled:
 
 
 class CompiledPiece(Compiled):
-    """A part of a backbone; its tensors carry the client axis first, ``x`` the images second.
+    """A part of a backbone; its tensors carry the client axis first, inputs the images second.
 
     Args:
         function: the part.
@@ -79,27 +86,34 @@ class CompiledPiece(Compiled):
         self._said = set() if said is None else said
         # Heads that were free, once another model was compiled, would slow attention down.
         super().__init__(function, backend, dynamic=False)
-        self._first: dict[bool, tuple[int, ...]] = {}
+        self._first: dict[tuple[bool, ...], tuple[int, ...]] = {}
 
-    def __call__(self, own: Mapping[str, Tensor], x: Tensor, *options: Any) -> Tensor:
+    def __call__(
+        self, own: Mapping[str, Tensor], inputs: Tensor | tuple[Tensor, ...], *options: Any
+    ) -> Any:
         """The value of the piece."""
         if self.compiled is not None:
-            shape = tuple(x.shape[:2])
-            vary = shape != self._first.setdefault(torch.is_grad_enabled(), shape)
+            read = (inputs,) if isinstance(inputs, Tensor) else inputs
+            shape = tuple(read[0].shape[:2])
+            # One client, or one image each, always gets code of its own; such images are few.
+            kind = torch.is_grad_enabled(), *(number == 1 for number in shape)
+            vary = shape != self._first.setdefault(kind, shape) or shape[1] == 1
             self._announce(shape, vary)
-            _mark(x, 2 if vary else 0)
+            for tensor in read:
+                _mark(tensor, 2 if vary else 0)
             for tensor in own.values():
                 _mark(tensor, 1 if vary else 0)
-        found: Tensor = super().__call__(own, x, *options)
-        return found
+        return super().__call__(own, inputs, *options)
 
     def _announce(self, shape: tuple[int, ...], vary: bool) -> None:
         """Say why the first call of a kind takes long."""
         what = "training" if torch.is_grad_enabled() else "evaluating"
-        count = f"{shape[0]} clients × {shape[1]} images"
-        if vary:
-            count = "a single client" if shape[0] == 1 else "any other number of clients and images"
-        kind = f"{what} {count}"
+        names = [("client", "clients"), ("image", "images")]
+        parts = [
+            f"1 {one}" if number == 1 else f"{'any' if vary else number} {many}"
+            for number, (one, many) in zip(shape, names, strict=True)
+        ]
+        kind = f"{what} {' × '.join(parts)}"
         if kind not in self._said:
             self._said.add(kind)
             log.info("Compiling for %s: seconds to a minute, once in a run.", kind)

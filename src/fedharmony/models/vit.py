@@ -13,7 +13,7 @@ from __future__ import annotations
 from collections.abc import Mapping
 from copy import copy
 from dataclasses import dataclass
-from typing import Annotated
+from typing import Annotated, TypeAlias
 
 import torch
 import torch.nn.functional as F
@@ -26,6 +26,7 @@ from fedharmony.models.base import (
     Backbone,
     InputSpec,
     Shapes,
+    adds_bias_apart,
     attention,
     layer_norm,
     linear,
@@ -38,6 +39,7 @@ from fedharmony.types import Tensors
 
 Count = Annotated[int, Ge(1)]
 Positive = Annotated[float, Gt(0)]
+Stream: TypeAlias = tuple[Tensor, Tensor]
 
 
 @models.register("vit")
@@ -150,10 +152,8 @@ class ViT(Backbone):
 
     def tokens(self, params: Mapping[str, Tensor], images: Tensor) -> Tensor:
         """Tokens after the final norm, (M, B, N, D), the class token first."""
-        x = self._embedded(params, images)
-        for i in range(self.config.depth):
-            x = self._block(_own(params, f"blocks.{i}."), x, self.config.heads)
-        return _norm(params, "norm", x)
+        x, normed = self._before(self.config.depth, params, images)
+        return normed.to(x.dtype)
 
     def features(self, params: Mapping[str, Tensor], images: Tensor) -> Tensor:
         """The class token after the final norm, (M, B, D).
@@ -161,12 +161,21 @@ class ViT(Backbone):
         It equals ``tokens(...)[:, :, 0]`` and costs less: in the last block only the class token
         asks for attention, and only the class token goes on through the MLP.
         """
-        x = self._embedded(params, images)
-        *others, last = range(self.config.depth)
-        for i in others:
-            x = self._block(_own(params, f"blocks.{i}."), x, self.config.heads)
-        x = self._last_block(_own(params, f"blocks.{last}."), x, self.config.heads)
+        last = self.config.depth - 1
+        stream = self._before(last, params, images)
+        x = self._last_block(_own(params, f"blocks.{last}."), stream, self.config.heads)
         return _norm(params, "norm", x[:, :, 0])
+
+    def _before(self, last: int, params: Mapping[str, Tensor], images: Tensor) -> Stream:
+        """The tokens as block ``last`` takes them in, or as they leave the transformer."""
+        norms = [f"blocks.{i}.norm1" for i in range(self.config.depth)] + ["norm"]
+        names = ("cls_token", "pos_embed", "patch_embed.proj.weight", "patch_embed.proj.bias")
+        own = {name: params[name] for name in names} | _next(params, norms[0])
+        stream: Stream = self._embed(own, images, self.config.patch)
+        for i in range(last):
+            own = _own(params, f"blocks.{i}.") | _next(params, norms[i + 1])
+            stream = self._block(own, stream, self.config.heads)
+        return stream
 
     def compiled(self, backend: str = "inductor") -> ViT:
         """The same transformer; embedding, block and last block are compiled once each."""
@@ -176,15 +185,15 @@ class ViT(Backbone):
         )
         return made
 
-    def _embedded(self, params: Mapping[str, Tensor], images: Tensor) -> Tensor:
-        names = ("cls_token", "pos_embed", "patch_embed.proj.weight", "patch_embed.proj.bias")
-        return self._embed({name: params[name] for name in names}, images, self.config.patch)
-
 
 # -- The pieces of a transformer -------------------------------------------------------------------
 
 
-def embed(own: Mapping[str, Tensor], images: Tensor, patch: int) -> Tensor:
+# Between pieces travel the tokens and, already normed, what the next piece reads of them: apart, a
+# sum and the norm behind it would each go over all tokens.
+
+
+def embed(own: Mapping[str, Tensor], images: Tensor, patch: int) -> Stream:
     """Images (M, B, channels, H, W) to class and patch tokens with positions (M, B, N, D)."""
     M, B, channels, height, wide = images.shape
     rows, columns = height // patch, wide // patch
@@ -194,26 +203,28 @@ def embed(own: Mapping[str, Tensor], images: Tensor, patch: int) -> Tensor:
     embedded = linear(patches, weight.flatten(2), bias)
     at_class, at_patches = own["pos_embed"].split_with_sizes([1, rows * columns], dim=2)
     class_token = (own["cls_token"] + at_class).expand(M, B, 1, embedded.shape[-1])
-    return torch.cat([class_token, embedded + at_patches], dim=2)
+    return _normed(own, torch.cat([class_token, embedded + at_patches], dim=2))
 
 
-def block(own: Mapping[str, Tensor], x: Tensor, heads: int) -> Tensor:
+def block(own: Mapping[str, Tensor], stream: Stream, heads: int) -> Stream:
     """Tokens (M, B, N, D) through one block."""
-    y = _norm(own, "norm1", x)
-    query, key, value = _heads(_linear(own, "attn.qkv", y), x.shape[-1], heads)
-    return _mlp(own, x + _merged(own, attention(query, key, value), x))
+    x, y = stream
+    query, key, value, shift = _asked(own, y, heads)
+    return _normed(own, _mlp(own, x + _merged(own, attention(query, key, value), shift, x)))
 
 
-def last_block(own: Mapping[str, Tensor], x: Tensor, heads: int) -> Tensor:
+def last_block(own: Mapping[str, Tensor], stream: Stream, heads: int) -> Tensor:
     """The class token (M, B, 1, D) after a block that takes all tokens (M, B, N, D) in."""
-    width = x.shape[-1]
-    y, parts = _norm(own, "norm1", x), [width, 2 * width]
-    weights = own["attn.qkv.weight"].split_with_sizes(parts, dim=1)
-    biases = own["attn.qkv.bias"].split_with_sizes(parts, dim=1)
-    (query,) = _heads(linear(y[:, :, :1], weights[0], biases[0]), width, heads)
-    key, value = _heads(linear(y, weights[1], biases[1]), width, heads)
+    x, y = stream
+    query, key, value, shift = _asked(own, y, heads, class_only=True)
     first = x[:, :, :1]
-    return _mlp(own, first + _merged(own, attention(query, key, value), first))
+    return _mlp(own, first + _merged(own, attention(query, key, value), shift, first))
+
+
+def _normed(own: Mapping[str, Tensor], x: Tensor) -> Stream:
+    """The tokens, and as the next piece reads them: in the precision of its products."""
+    y, kind = _norm(own, "next", x), x.device.type
+    return x, y.to(torch.get_autocast_dtype(kind)) if torch.is_autocast_enabled(kind) else y
 
 
 def _mlp(own: Mapping[str, Tensor], x: Tensor) -> Tensor:
@@ -221,21 +232,53 @@ def _mlp(own: Mapping[str, Tensor], x: Tensor) -> Tensor:
     return x + _linear(own, "mlp.fc2", y)
 
 
-def _heads(x: Tensor, width: int, heads: int) -> tuple[Tensor, ...]:
-    """(M, B, N, parts · D) to one (M · B, heads, N, D / heads) per part."""
-    M, B, N = x.shape[:3]
-    x = x.reshape(M * B, N, x.shape[3] // width, heads, width // heads)
-    return x.permute(2, 0, 3, 1, 4).unbind(0)
+def _asked(
+    own: Mapping[str, Tensor], y: Tensor, heads: int, class_only: bool = False
+) -> tuple[Tensor, Tensor, Tensor, Tensor]:
+    """Queries, keys and values (M · B, heads, N, D / heads), and the bias (M, D) behind attention.
+
+    Where a bias costs a pass of its own, two of three are spared. A bias of keys adds the same to
+    all scores of a query, which softmax does not see. A bias b of values comes out of attention as
+    it went in, because weights sum to 1: ``W (a + b) + c = W a + (W b + c)``.
+    """
+    width = y.shape[-1]
+    weight, bias = own["attn.qkv.weight"], own["attn.qkv.bias"]
+    shift, late = own["attn.proj.bias"], adds_bias_apart(weight)
+    now = None if late else bias
+    if class_only:
+        parts = [width, 2 * width]
+        weights = weight.split_with_sizes(parts, dim=1)
+        biases = (None, None) if now is None else now.split_with_sizes(parts, dim=1)
+        query = linear(y[:, :, :1], weights[0], biases[0])
+        key, value = linear(y, weights[1], biases[1]).split_with_sizes([width] * 2, dim=-1)
+    else:
+        query, key, value = linear(y, weight, now).split_with_sizes([width] * 3, dim=-1)
+    if late:
+        at_query, _, at_value = bias.split_with_sizes([width] * 3, dim=1)
+        query = query + at_query.to(query.dtype)[:, None, None]
+        shift = shift + linear(at_value.unsqueeze(1), own["attn.proj.weight"], None).squeeze(1)
+    return _heads(query, heads), _heads(key, heads), _heads(value, heads), shift
 
 
-def _merged(own: Mapping[str, Tensor], attended: Tensor, like: Tensor) -> Tensor:
+def _heads(x: Tensor, heads: int) -> Tensor:
+    """(M, B, N, D) to (M · B, heads, N, D / heads)."""
+    M, B, N, D = x.shape
+    return x.reshape(M * B, N, heads, D // heads).transpose(1, 2)
+
+
+def _merged(own: Mapping[str, Tensor], attended: Tensor, shift: Tensor, like: Tensor) -> Tensor:
     """What the heads found, (M · B, heads, N, D / heads), in the shape of the tokens."""
-    return _linear(own, "attn.proj", attended.transpose(1, 2).reshape(like.shape))
+    return linear(attended.transpose(1, 2).reshape(like.shape), own["attn.proj.weight"], shift)
 
 
 def _own(params: Mapping[str, Tensor], prefix: str) -> Tensors:
     """The parameters of one block, by their names inside it: the same for every block."""
     return {n.removeprefix(prefix): t for n, t in params.items() if n.startswith(prefix)}
+
+
+def _next(params: Mapping[str, Tensor], name: str) -> Tensors:
+    """The norm behind a piece, by the same name for every piece."""
+    return {f"next.{part}": params[f"{name}.{part}"] for part in ("weight", "bias")}
 
 
 def _linear(params: Mapping[str, Tensor], name: str, x: Tensor) -> Tensor:
