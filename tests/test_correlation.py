@@ -1,4 +1,4 @@
-"""Eq. (1) and (2), running moments, Ψ, Algorithm 1 and the aggregation weights."""
+"""Eq. (1) and (2), running moments, Ψ and the aggregation weights."""
 
 import itertools
 import math
@@ -13,11 +13,9 @@ from torch import Tensor
 
 from fedharmony.correlation import (
     Moments,
-    _eigenvectors_on_device,
-    _spectral_embedding,
+    MomentsApart,
     aggregation_weights,
     alpha_schedule,
-    cluster_agreement,
     correlation,
     discrepancy,
     effective_clients,
@@ -25,10 +23,10 @@ from fedharmony.correlation import (
     label_correlation,
     pair_mask,
     quality_weights,
+    running_discrepancy,
     running_step,
     score_moments,
     soft_correlation,
-    spectral_clusters,
     update_rate,
 )
 from fedharmony.errors import ConfigError, DataError
@@ -335,6 +333,83 @@ def test_labels_other_than_0_and_1_are_refused():
 # Running moments
 
 
+def test_gradient_by_hand_of_two_images():
+    """Two labels, scores (1, 1) and (0, 0), teacher ½: p̃ = ½, p̃_12 = ½, d = ½, so R_12 = 1.
+
+    Ψ = (½² + ½²) / 2 = ¼; E = 2 · ½ / 2 = ½; W = ½ / ¼ = 2. d' = (½ − p̃)/d = 0, so ∂Ψ/∂p̃_1 =
+    −2 · 2 · ½ = −2 and ∂Ψ/∂F_i1 = (−2 + 2 · 2 · F_i2) / 2: 1 for the first image, −1 for the
+    second.
+    """
+    scores = torch.tensor([[1.0, 1.0], [0.0, 0.0]], dtype=torch.float64, requires_grad=True)
+    value, after = running_discrepancy(
+        scores,
+        torch.ones(2),
+        MomentsApart.empty(2),
+        1.0,
+        torch.full((2, 2), 0.5),
+        pair_mask(torch.tensor([0, 0])),
+        2.0,
+        eps=1e-12,
+    )
+    value.backward()
+    assert value.item() == pytest.approx(0.25)
+    torch.testing.assert_close(scores.grad, torch.tensor([[1.0, 1], [-1, -1]]).double())
+    assert after.first.tolist() == [0.5, 0.5]
+    assert after.second.flatten().tolist() == [0.5] * 4
+    assert bool(after.started)
+
+
+@pytest.mark.parametrize("denominator_grad", [True, False])
+@pytest.mark.parametrize("batches", [1, 3])
+def test_gradient_by_hand_is_that_of_autograd(batches, denominator_grad):
+    """Value, gradient and state over batches; padding rows, unequal rates, p̂ below the clamp."""
+    clients, rows, labels = 3, 5, 7
+    generator = torch.Generator().manual_seed(batches)
+
+    def draw(*shape):
+        return torch.randn(*shape, generator=generator, dtype=torch.float64)
+
+    teacher = draw(clients, labels, labels).tanh()
+    teacher = (teacher + teacher.mT) / 2
+    pairs = draw(clients, labels, labels) > 0
+    pairs = pairs | pairs.mT
+    pairs[2] = False
+    rate = torch.tensor([0.2, 0.5, 1.0], dtype=torch.float64)
+    weights = torch.ones(clients, rows, dtype=torch.float64)
+    weights[1, 3:] = 0
+    one = empty_running(labels, leading=(clients,), dtype=torch.float64)
+    other = MomentsApart(one.moments.first.clone(), one.moments.second.clone(), one.started.clone())
+    count = pairs.sum((-2, -1)).clamp_min(1)
+    for _ in range(batches):
+        logits = 3 * draw(clients, rows, labels)
+        logits[0, :, 0] = -20.0
+        found = []
+        for by_hand in (False, True):
+            scores = logits.sigmoid().requires_grad_()
+            if by_hand:
+                value, other = running_discrepancy(
+                    scores,
+                    weights,
+                    other,
+                    rate,
+                    teacher,
+                    pairs,
+                    count,
+                    denominator_grad=denominator_grad,
+                )
+            else:
+                estimate, one = running_step(one, score_moments(scores, weights), rate)
+                local = correlation(estimate, denominator_grad=denominator_grad)
+                value = discrepancy(local, teacher, pairs)
+            (gradient,) = torch.autograd.grad((value * torch.arange(1, 4)).sum(), scores)
+            found.append((value.detach(), gradient))
+        for by_autograd, by_formula in zip(*found, strict=True):
+            torch.testing.assert_close(by_formula, by_autograd, rtol=1e-10, atol=1e-12)
+        torch.testing.assert_close(other.second, one.moments.second)
+    assert found[1][1][1, 3:].abs().max() == 0  # padding rows
+    assert found[1][1][:2].abs().max() > 1e-3
+
+
 def test_running_value_is_the_average_and_gradient_is_the_batch():
     batches = [draw(6, 3, seed=s) for s in range(3)]
     running = empty_running(3, dtype=F64)
@@ -485,124 +560,6 @@ def test_gradient_of_the_distances(kind):
     matrix, teacher = draw(2, 4, 4).requires_grad_(), draw(4, 4, seed=1)
     pairs = pair_mask(torch.tensor([0, 0, 1, 1]))
     assert torch.autograd.gradcheck(lambda m: discrepancy(m, teacher, pairs, kind=kind), (matrix,))
-
-
-# Algorithm 1
-
-
-def planted(sizes: list[int], seed: int, noise: float = 0.05) -> tuple[Tensor, Tensor]:
-    """A noisy block matrix with signs, labels in random order, and the block of each label."""
-    generator = torch.Generator().manual_seed(seed)
-    blocks = torch.repeat_interleave(torch.arange(len(sizes)), torch.tensor(sizes))
-    blocks = blocks[torch.randperm(len(blocks), generator=generator)]
-    sign = torch.where(torch.rand(len(blocks), generator=generator) < 0.5, -1.0, 1.0)
-    inside = (blocks[:, None] == blocks[None, :]).float() * torch.outer(sign, sign)
-    matrix = 0.6 * inside + noise * torch.randn(inside.shape, generator=generator)
-    return (matrix + matrix.T) / 2, blocks
-
-
-@pytest.mark.parametrize("seed", range(4))
-def test_planted_blocks_are_found(seed):
-    matrix, blocks = planted([3, 5, 4, 8], seed)
-    clusters = spectral_clusters(matrix, 4, seed)
-    assert cluster_agreement(clusters, blocks) == 1
-    assert clusters.dtype == torch.int64
-    # Ids count up in order of first appearance.
-    first_seen = [clusters.tolist().index(g) for g in range(4)]
-    assert first_seen == sorted(first_seen)
-
-
-def test_clusters_follow_a_permutation_of_the_labels():
-    matrix, _ = planted([4, 5, 6], 3, noise=0.02)
-    order = torch.randperm(15, generator=torch.Generator().manual_seed(1))
-    clusters = spectral_clusters(matrix, 3, 0)
-    assert cluster_agreement(spectral_clusters(matrix[order][:, order], 3, 0), clusters[order]) == 1
-
-
-def test_same_seed_same_clusters():
-    noise = draw(60, 60) - 0.5
-    one, two = (spectral_clusters(noise, 8, 5) for _ in range(2))
-    assert torch.equal(one, two)
-    others = [spectral_clusters(noise, 8, seed, n_init=1) for seed in range(6)]
-    assert any(not torch.equal(others[0], other) for other in others)  # the seed does reach k-means
-
-
-def test_isolated_labels_are_in_no_cluster():
-    matrix = torch.block_diag(torch.ones(3, 3), torch.eye(2), torch.ones(2, 2))
-    assert spectral_clusters(matrix, 2, 0).tolist() == [0, 0, 0, -1, -1, 1, 1]
-    assert spectral_clusters(matrix, 1, 0).tolist() == [0, 0, 0, -1, -1, 0, 0]
-    assert spectral_clusters(matrix, 5, 0).tolist() == [0, 1, 2, -1, -1, 3, 4]
-    assert spectral_clusters(matrix, 50, 0).tolist() == [0, 1, 2, -1, -1, 3, 4]
-    assert spectral_clusters(torch.eye(3), 2, 0).tolist() == [-1, -1, -1]
-    assert spectral_clusters(torch.ones(1, 1), 1, 0).tolist() == [-1]
-
-
-def test_embedding_follows_algorithm_1():
-    """Against the eigenvectors of L as printed; products of rows do not depend on their signs."""
-    affinity = np.triu(draw(9, 9).numpy(), 1)
-    affinity += affinity.T
-    degree = np.diag(affinity.sum(1))
-    root = np.diag(np.diag(degree) ** -0.5)
-    _, vectors = np.linalg.eigh(root @ (degree - affinity) @ root)
-    vectors = vectors[:, :3] / np.linalg.norm(vectors[:, :3], axis=1)[:, None]
-    rows = _spectral_embedding(torch.from_numpy(affinity), 3)
-    np.testing.assert_allclose(rows @ rows.T, vectors @ vectors.T, rtol=0, atol=1e-12)
-    assert (rows.max(0) > 0).all()
-
-
-def test_eigenvectors_of_a_device_are_those_of_the_cpu():
-    """What a GPU computes, tried on the CPU: the same directions for distinct eigenvalues."""
-    affinity = draw(30, 30).triu(1)
-    affinity += affinity.T.clone()
-    ours = _eigenvectors_on_device(affinity, 4)
-    ours = ours / ours.norm(dim=1, keepdim=True)
-    rows = torch.from_numpy(_spectral_embedding(affinity, 4))
-    torch.testing.assert_close(ours @ ours.T, rows @ rows.T, rtol=0, atol=1e-9)
-
-
-def test_affinity_is_symmetric_and_ignores_signs():
-    matrix, blocks = planted([4, 5, 6], 2)
-    clusters = spectral_clusters(matrix, 3, 0)
-    for variant in (matrix.triu() * 2, matrix.tril() * 2, matrix.abs(), -matrix):
-        assert torch.equal(spectral_clusters(variant, 3, 0), clusters)
-    assert cluster_agreement(clusters, blocks) == 1
-
-
-def test_coinciding_rows_leave_no_gap_and_no_warning(monkeypatch):
-    """Three distinct rows for five groups: k-means warns and numbers clusters with gaps."""
-    rows = np.repeat(np.eye(3), 4, axis=0)
-    monkeypatch.setattr("fedharmony.correlation._spectral_embedding", lambda affinity, groups: rows)
-    clusters = spectral_clusters(torch.ones(12, 12), 5, 0)
-    assert clusters.tolist() == [0] * 4 + [1] * 4 + [2] * 4
-
-
-def test_more_groups_than_blocks_split_blocks_only():
-    matrix = torch.block_diag(torch.ones(6, 6), torch.ones(6, 6))
-    clusters = spectral_clusters(matrix, 4, 0)
-    assert set(clusters.tolist()) == set(range(4))
-    assert not set(clusters[:6].tolist()) & set(clusters[6:].tolist())
-
-
-def test_clusters_of_many_labels():
-    matrix, blocks = planted([40] * 40 + [28], 0, noise=0.05)
-    assert len(blocks) == 1628
-    assert cluster_agreement(spectral_clusters(matrix, 41, 0, n_init=3), blocks) > 0.9
-
-
-def test_clustering_refuses_what_it_cannot_do():
-    with pytest.raises(ConfigError, match="at least 1"):
-        spectral_clusters(torch.eye(2), 0, 0)
-    with pytest.raises(DataError, match="not finite"):
-        spectral_clusters(torch.full((2, 2), math.nan), 1, 0)
-
-
-def test_agreement_counts_isolated_labels_one_by_one():
-    """Of 4 labels, {0,1} together in both; −1, −1 are two singletons, so (a) differs from {2,3}."""
-    single, pair = torch.tensor([0, 0, -1, -1]), torch.tensor([0, 0, 1, 1])
-    assert cluster_agreement(single, single) == 1
-    assert cluster_agreement(single, torch.tensor([0, 0, 1, 2])) == 1
-    assert cluster_agreement(single, pair) < 1
-    assert cluster_agreement(torch.full((3,), -1), torch.arange(3)) == 1
 
 
 # Aggregation weights

@@ -24,7 +24,7 @@ from fedharmony.methods.fedharmony import (
     FedHarmony,
 )
 from fedharmony.types import BUFFERS, PARAMS, Record, Reply
-from toy import CLASSES, Toy, same_bits, toy_data
+from toy import CLASSES, Toy, largest_difference, same_bits, toy_data
 
 TASK = Task(classes=3, clients=4, rounds=10, batch_size=4, epochs=1, seed=0, width=8, lr=0.01)
 
@@ -133,6 +133,32 @@ def loss_inputs(harmony: FedHarmony, round: int = 5) -> tuple[Any, Any, Any, Any
     message = Record({TEACHER: teacher})
     carry = harmony.carry(ClientView(40, torch.tensor([3, 2, 0])), message)
     return logits, batch, message.groups, carry
+
+
+@pytest.mark.parametrize("settings", [{}, {"reduction": "sum"}, {"denominator_grad": False}])
+def test_many_labels_train_like_few(
+    monkeypatch: pytest.MonkeyPatch, settings: dict[str, Any]
+) -> None:
+    """From ``MANY_LABELS`` on the loss has a gradient by hand: the same after three rounds."""
+    found = []
+    for many in (10**9, 1):
+        monkeypatch.setattr("fedharmony.methods.fedharmony.MANY_LABELS", many)
+        toy = Toy("fedharmony", settings, rounds=3, dtype=torch.float64)
+        assert toy.method._by_hand == (many == 1)
+        found.append(Record({PARAMS: toy.run()[0].get(PARAMS)}))
+    assert largest_difference(*found) < 1e-6
+    plain = Toy("fedharmony", {**settings, "align_weight": 0.0}, rounds=3, dtype=torch.float64)
+    assert largest_difference(found[1], Record({PARAMS: plain.run()[0].get(PARAMS)})) > 1e-5
+
+
+@pytest.mark.parametrize(
+    "settings",
+    [{"estimator": "batch"}, {"normaliser": "pearson"}, {"distance": "cosine"}],
+)
+def test_other_losses_of_many_labels_have_no_formula(settings: dict[str, Any]) -> None:
+    task = Task(classes=200, clients=2, rounds=1, batch_size=4, epochs=1, seed=0, width=8, lr=0.1)
+    assert method(task)._by_hand
+    assert not method(task, **settings)._by_hand
 
 
 def test_loss_is_bce_plus_weighted_discrepancy() -> None:

@@ -15,7 +15,7 @@ PACKAGE = Path(fedharmony.__file__).parent
 #: Layers from left to right; modules of one layer may import each other.
 LAYERS = [
     {"types", "errors", "files", "rng", "registry", "config"},
-    {"correlation", "consensus", "losses", "aggregate"},
+    {"correlation", "clusters", "consensus", "losses", "aggregate"},
     {"data"},
     {"partition"},
     {"models"},

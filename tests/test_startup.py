@@ -102,11 +102,11 @@ def test_no_garbage_is_looked_for_at_the_end() -> None:
 POOLS = """
 import json, torch
 from threadpoolctl import ThreadpoolController
-from fedharmony import correlation
+from fedharmony import clusters
 pools = lambda: len(ThreadpoolController().info())
 before = pools()
-correlation.spectral_clusters(torch.block_diag(*[torch.ones(3, 3)] * 2), 2, seed=0)
-print(json.dumps([before, len(correlation._thread_pools().info()), pools()]))
+clusters.spectral_clusters(torch.block_diag(*[torch.ones(3, 3)] * 2), 2, seed=0)
+print(json.dumps([before, len(clusters._thread_pools().info()), pools()]))
 """
 
 

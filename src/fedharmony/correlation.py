@@ -1,7 +1,8 @@
-"""Label correlations of a client: estimation, alignment, label clusters, aggregation weights.
+"""Label correlations of a client: estimation, alignment, aggregation weights.
 
 The quantities of FedHarmony (arXiv 2604.28024, Section 2) in the order a round needs them; how the
-matrices of many clients become one teacher is in :mod:`fedharmony.consensus`.
+matrices of many clients become one teacher is in :mod:`fedharmony.consensus`, how labels are
+clustered in :mod:`fedharmony.clusters`.
 
 =======================================  =========================================================
 Paper                                    Here
@@ -9,8 +10,8 @@ Paper                                    Here
 Eq. (1), p̂_c and p̂_cc'                   :func:`score_moments`
 Eq. (2), R                               :func:`correlation`, :func:`soft_correlation`
 R during training                        :func:`running_step` (moments over many batches)
-Algorithm 1, {S_g}                       :func:`spectral_clusters`, :func:`pair_mask`
-Ψ(R, R*) within clusters, s_i            :func:`discrepancy`
+pairs inside clusters                    :func:`pair_mask`
+Ψ(R, R*) within clusters, s_i            :func:`discrepancy`, :func:`running_discrepancy`
 q̄_i, α(t), w_i                           :func:`quality_weights`, :func:`alpha_schedule`,
                                          :func:`aggregation_weights`
 =======================================  =========================================================
@@ -23,16 +24,13 @@ Eq. (2) subtracts nearly equal numbers.
 
 from __future__ import annotations
 
-import functools
 import math
-import warnings
 from collections.abc import Sequence
 from typing import Any, Literal, NamedTuple, TypeAlias, get_args
 
 import numpy as np
 import numpy.typing as npt
 import torch
-from threadpoolctl import ThreadpoolController  # type: ignore[import-untyped]
 from torch import Tensor
 
 from fedharmony.errors import ConfigError, DataError, nearest
@@ -394,72 +392,98 @@ def discrepancy(
     return square if kind == "squared_frobenius" else _root(square)
 
 
-def default_groups(num_classes: int) -> int:
-    """How many clusters to form when nothing else is known: ``round(sqrt(C))``.
+class MomentsApart(NamedTuple):
+    """Running moments as :func:`running_discrepancy` keeps them: both kinds in place, apart.
 
-    >>> [default_groups(c) for c in (1, 17, 20, 80, 1628)]
-    [1, 4, 4, 9, 40]
+    Attributes:
+        first: p̂_c, (..., C).
+        second: p̂_cc', (..., C, C).
+        started: (...), False before the first batch.
     """
-    return max(1, round(math.sqrt(num_classes)))
+
+    first: Tensor
+    second: Tensor
+    started: Tensor
+
+    @classmethod
+    def empty(cls, num_classes: int, *, device: torch.device | str | None = None) -> MomentsApart:
+        """Before the first batch of one client."""
+        second = torch.zeros(num_classes, num_classes, device=device)
+        return cls(second[0].clone(), second, torch.zeros((), dtype=torch.bool, device=device))
 
 
-def spectral_clusters(matrix: Tensor, groups: int, seed: int, *, n_init: int = 10) -> Tensor:
-    """Clusters of correlated labels, Algorithm 1.
+def running_discrepancy(
+    scores: Tensor,
+    row_weights: Tensor,
+    running: MomentsApart,
+    rate: float | Tensor,
+    teacher: Tensor,
+    pairs: Tensor,
+    count: Tensor | float,
+    *,
+    eps: float = EPS,
+    clamp: float = CLAMP,
+    denominator_grad: bool = True,
+) -> tuple[Tensor, MomentsApart]:
+    """``Ψ = Σ_pairs (R̃ − R*)² / count`` of :func:`running_step`'s R̃, with a gradient by hand.
 
-    Affinity ``S = ½(|R*| + |R*|ᵀ)`` without diagonal; normalised Laplacian
-    ``L = D^{-1/2} (D − S) D^{-1/2}``; eigenvectors of its G smallest eigenvalues; rows scaled to
-    length 1; k-means. Algorithm 1 is undefined for a label correlated with no other (degree 0):
-    such a label is left out and belongs to no cluster.
+    The same as :func:`score_moments`, :func:`running_step`, :func:`correlation` ("phi") and
+    :func:`discrepancy` ("squared_frobenius") one after the other. Those keep C × C numbers for the
+    backward pass and go over them about twenty times; for many labels that costs more than the
+    model. Here the gradient by the scores is formed on the way, in one pass. With
+    ``d = sqrt(p̃(1−p̃))``, ``d' = dd/dp̃``, E the derivative by R̃ and ``W = E / (d dᵀ + ε)``, all
+    matrices being symmetric,
+
+    ``∂Ψ/∂p̃ = −2 W p̃ − 2 d' (W ∘ R̃) d``, ``∂Ψ/∂F_i = (∂Ψ/∂p̃ + 2 W F_i) / B``.
 
     Args:
-        matrix: Consensus R*, (C, C), with 0 for unknown entries.
-        groups: G. With at least as many groups as connected labels each is a cluster of its own.
-        seed: Of k-means, see :func:`fedharmony.rng.derived_seed`. The same seed gives the same
-            clusters, whatever the number of threads.
-        n_init: Restarts of k-means.
+        scores: F, (..., B, C).
+        row_weights: (..., B), 1 for a real row, 0 for padding.
+        running: State before the batch.
+        rate: ω, a number or one per client.
+        teacher: R*, (..., C, C), symmetric.
+        pairs: Included entries, boolean (..., C, C), symmetric.
+        count: What the sum is divided by, (...).
+        eps: See :func:`correlation`.
+        clamp: Likewise.
+        denominator_grad: Likewise.
 
     Returns:
-        Cluster of each label, int64 (C,) on the matrix's device: numbered from 0 in order of first
-        appearance, without gaps; −1 for a label in no cluster. Eigenvectors are found there too,
-        k-means looks at the (C, G) rows on the CPU.
+        Ψ, shape (...), and the state after the batch.
 
-    >>> blocks = torch.block_diag(torch.ones(2, 2), torch.zeros(1, 1), torch.ones(2, 2))
-    >>> spectral_clusters(blocks, 2, seed=0)
-    tensor([ 0,  0, -1,  1,  1])
-    """
-    if groups < 1:
-        raise ConfigError(f"The number of label clusters must be at least 1, got {groups}.")
-    affinity = matrix.detach().double().abs()
-    if not bool(affinity.isfinite().all()):
-        raise DataError(
-            "The correlation matrix to be clustered has entries that are not finite. "
-            "Unknown entries must be 0; look for a client that uploaded NaN."
-        )
-    affinity = ((affinity + affinity.mT) / 2).fill_diagonal_(0)
-    connected = affinity.any(1).nonzero().squeeze(1)
-    clusters = affinity.new_full((len(affinity),), -1, dtype=torch.int64)
-    if groups == 1:
-        clusters[connected] = 0
-    elif groups >= len(connected):
-        clusters[connected] = torch.arange(len(connected), device=clusters.device)
-    else:
-        block = affinity.index_select(0, connected).index_select(1, connected)
-        clusters[connected] = torch.from_numpy(_partition(block, groups, seed, n_init)).to(clusters)
-    return clusters
-
-
-def cluster_agreement(a: Tensor, b: Tensor) -> float:
-    """Adjusted Rand index of two clusterings: 1 for the same, about 0 for unrelated ones.
-
-    A label in no cluster (−1) counts as a cluster of its own.
-
-    >>> cluster_agreement(torch.tensor([0, 0, 1, 1]), torch.tensor([5, 5, 2, 2]))
+    >>> scores, pairs = torch.eye(2).sub(1).abs().fill_diagonal_(0), pair_mask(torch.tensor([0, 0]))
+    >>> zero, ones = torch.zeros(2, 2), torch.ones(2)
+    >>> value, _ = running_discrepancy(scores, ones, MomentsApart.empty(2), 1.0, zero, pairs, 2.0)
+    >>> round(float(value), 4)  # two labels that exclude each other: R = −1
     1.0
     """
-    from sklearn.metrics import adjusted_rand_score
-
-    own = [torch.where(c >= 0, c, -1 - torch.arange(len(c))).numpy() for c in (a.cpu(), b.cpu())]
-    return float(adjusted_rand_score(*own))
+    scores = _full_precision(scores)
+    with torch.no_grad(), torch.autocast(scores.device.type, enabled=False):
+        weights = row_weights.to(scores.dtype).unsqueeze(-1)
+        shares = weights / weights.sum(-2, keepdim=True).clamp_min(1)
+        real = shares * scores
+        rate = torch.as_tensor(rate, dtype=scores.dtype, device=scores.device)
+        rate = torch.where(running.started, rate, 1).unsqueeze(-1)
+        past_first, past_second = (t.to(scores.dtype) for t in running[:2])
+        first = torch.lerp(past_first, real.sum(-2), rate)
+        second = torch.lerp(past_second, scores.mT @ real, rate.unsqueeze(-1))
+        spread = bernoulli_deviation(first, clamp)
+        scale = 1 / (_outer(spread) + eps)
+        matrix = (second - _outer(first)) * scale
+        apart = torch.where(pairs, matrix - teacher, 0)
+        total = torch.as_tensor(count, dtype=scores.dtype, device=scores.device)
+        value = apart.square().sum(-1).sum(-1) / total
+        weight = apart * scale * (2 / total).unsqueeze(-1).unsqueeze(-1)
+        slope = -2 * (weight * first.unsqueeze(-2)).sum(-1)
+        if denominator_grad:
+            inside = (first >= clamp) & (first <= 1 - clamp)
+            steep = torch.where(inside, (0.5 - first) / spread, 0)
+            slope = slope - 2 * steep * (weight * matrix * spread.unsqueeze(-2)).sum(-1)
+        gradient = shares * (slope.unsqueeze(-2) + 2 * (scores @ weight))
+        after = MomentsApart(first, second, torch.ones_like(running.started))
+    # Zero, with the gradient found above.
+    tangent = ((scores - scores.detach()) * gradient).sum((-2, -1))
+    return value + tangent, after
 
 
 def alpha_schedule(round: int, horizon: float, start: int = 0) -> float:
@@ -604,61 +628,6 @@ def _cosine_distance(matrix: Tensor, teacher: Tensor, pairs: Tensor) -> Tensor:
     defined = lengths > 0
     cosine = torch.where(defined, (a * b).sum((-2, -1)) / torch.where(defined, lengths, 1), 0)
     return torch.where(pairs.any(-1).any(-1), 1 - cosine, 0)
-
-
-@functools.cache
-def _thread_pools() -> ThreadpoolController:
-    """The thread pools of the loaded libraries; looking for them takes longer than clustering."""
-    return ThreadpoolController()
-
-
-def _partition(affinity: Tensor, groups: int, seed: int, n_init: int) -> npt.NDArray[np.intp]:
-    """Steps 2 to 5 of Algorithm 1, for labels that all have a neighbour."""
-    # Deferred: scikit-learn and SciPy take a second to import, and only clustering needs them. Not
-    # later than here: their thread pools must be loaded when the pools are looked for.
-    from sklearn.cluster import KMeans
-    from sklearn.exceptions import ConvergenceWarning
-
-    # One thread: sums that threads share come out in another order, with other last bits.
-    with _thread_pools().limit(limits=1), warnings.catch_warnings():
-        # If rows coincide, k-means may find fewer clusters than asked for, and says so.
-        warnings.simplefilter("ignore", ConvergenceWarning)
-        rows = _spectral_embedding(affinity, groups)
-        found = KMeans(groups, n_init=n_init, random_state=seed).fit_predict(rows)
-    _, first_seen, index = np.unique(found, return_index=True, return_inverse=True)
-    return first_seen.argsort().argsort()[index]
-
-
-def _spectral_embedding(affinity: Tensor, groups: int) -> npt.NDArray[np.float64]:
-    """Steps 2 to 4 of Algorithm 1, (C, G); the largest entry of an eigenvector is made positive."""
-    if affinity.device.type == "cpu":
-        vectors = _eigenvectors(affinity.numpy(), groups)
-    else:
-        vectors = _eigenvectors_on_device(affinity, groups).cpu().numpy()
-    largest = np.abs(vectors).argmax(0)
-    vectors = vectors * np.where(vectors[largest, np.arange(groups)] < 0, -1, 1)
-    length = np.linalg.norm(vectors, axis=1, keepdims=True)
-    rows: npt.NDArray[np.float64] = vectors / length.clip(1e-12)
-    return rows
-
-
-def _eigenvectors(affinity: npt.NDArray[np.float64], groups: int) -> npt.NDArray[np.float64]:
-    """Of the smallest eigenvalues of L, (C, G); LAPACK finds these alone."""
-    from scipy.linalg import eigh
-
-    scale = affinity.sum(1) ** -0.5
-    laplacian = np.eye(len(affinity)) - scale[:, None] * affinity * scale
-    found: npt.NDArray[np.float64] = eigh(laplacian, subset_by_index=(0, groups - 1))[1]
-    return found
-
-
-def _eigenvectors_on_device(affinity: Tensor, groups: int) -> Tensor:
-    """The same where the matrix is: of all eigenvalues, and still faster on a GPU."""
-    scale = affinity.sum(1).rsqrt()
-    laplacian = -_outer(scale) * affinity
-    laplacian.diagonal().add_(1)
-    vectors: Tensor = torch.linalg.eigh(laplacian)[1]
-    return vectors[:, :groups]
 
 
 def numbers_at_once(device: torch.device) -> int:

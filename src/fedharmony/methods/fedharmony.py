@@ -39,6 +39,7 @@ from torch import Tensor
 
 from fedharmony import correlation as corr
 from fedharmony.aggregate import ModelMean
+from fedharmony.clusters import cluster_agreement, default_groups, spectral_clusters
 from fedharmony.consensus import (
     Consensus,
     ConsensusSums,
@@ -67,6 +68,10 @@ TEACHER = "teacher"  # message: R*_k, which entries are known, clusters, λ_t
 TABLE = "table"  # state: the last (R_j, p̂_j, n_j, t_j) of the clients heard
 FOLDED = "folded"  # state: running sums of what no longer fits into the table
 CLUSTERS = "clusters"  # state: the clusters of the last round
+
+#: From here on C × C numbers are what the alignment loss costs; its gradient is then formed by
+#: hand, where there is a formula for it.
+MANY_LABELS = 128
 
 
 @methods.register("fedharmony")
@@ -182,7 +187,7 @@ class FedHarmony(Method):
 
     def __init__(self, config: Config, task: Task) -> None:
         super().__init__(config, task)
-        self.groups = 1 if not config.blocks else config.groups or corr.default_groups(task.classes)
+        self.groups = 1 if not config.blocks else config.groups or default_groups(task.classes)
         if self.groups > task.classes:
             raise ConfigError(
                 f"methods.fedharmony.groups = {self.groups} is more than the {task.classes} labels "
@@ -202,6 +207,12 @@ class FedHarmony(Method):
             "eps": config.epsilon,
             "clamp": config.clamp,
         }
+        self._by_hand = (
+            task.classes >= MANY_LABELS
+            and config.estimator == "running"
+            and config.normaliser == "phi"
+            and config.distance == "squared_frobenius"
+        )
         self.triangle = task.classes * (task.classes + 1) // 2
         #: Clients whose matrices (float32) fit into the table.
         self.capacity = max(1, config.table_mb * 10**6 // (4 * self.triangle))
@@ -279,7 +290,7 @@ class FedHarmony(Method):
     def clusters(self, matrix: Tensor, round: int) -> Tensor:
         """Algorithm 1 on a consensus matrix (unknown entries are 0)."""
         seed = derived_seed(self.task.seed, "clusters", round)
-        return corr.spectral_clusters(matrix, self.groups, seed)
+        return spectral_clusters(matrix, self.groups, seed)
 
     def broadcast(self, state: Record, round: int, clients: Sequence[int]) -> Mapping[int, Record]:
         """θ for everybody; R*_k, its known entries, the clusters and λ_t for each."""
@@ -326,14 +337,18 @@ class FedHarmony(Method):
         if self.config.align_unseen == "mask":
             seen = view.positives > 0
             pairs = pairs & seen.unsqueeze(-1) & seen
-        running = corr.empty_running(self.task.classes, device=pairs.device)
         rate = corr.update_rate(self.task.batch_size, view.examples, self.config.window)
-        return {
+        carry = {
             "pairs": pairs,
-            "moments": running.moments.values,
-            "started": running.started,
             "rate": torch.full((), rate, dtype=torch.float32, device=pairs.device),
         }
+        if self._by_hand:
+            pair_count = pairs.sum().clamp_min(1).float()
+            count = pair_count if self.config.reduction == "mean" else torch.ones_like(pair_count)
+            apart = corr.MomentsApart.empty(self.task.classes, device=pairs.device)
+            return {**carry, "count": count, **apart._asdict()}
+        running = corr.empty_running(self.task.classes, device=pairs.device)
+        return {**carry, "moments": running.moments.values, "started": running.started}
 
     def _aligns(self, message: Groups) -> bool:
         return TEACHER in message and self.config.align and self.config.align_weight > 0
@@ -346,7 +361,22 @@ class FedHarmony(Method):
         fit = task_loss(self.task.loss, outputs, batch)
         if not self._aligns(message):
             return fit, carry
-        moments = corr.score_moments(outputs.sigmoid(), batch.rows)
+        teacher, scores = message[TEACHER], outputs.sigmoid()
+        if self._by_hand:
+            misfit, apart = corr.running_discrepancy(
+                scores,
+                batch.rows,
+                corr.MomentsApart(carry["first"], carry["second"], carry["started"]),
+                carry["rate"],
+                teacher["matrix"],
+                carry["pairs"],
+                carry["count"],
+                eps=self.config.epsilon,
+                clamp=self.config.clamp,
+                denominator_grad=self.config.denominator_grad,
+            )
+            return fit + teacher["weight"] * misfit, {**carry, **apart._asdict()}
+        moments = corr.score_moments(scores, batch.rows)
         if self.config.estimator == "running":
             before = corr.RunningMoments(corr.Moments(carry["moments"]), carry["started"])
             moments, after = corr.running_step(before, moments, carry["rate"])
@@ -354,7 +384,6 @@ class FedHarmony(Method):
         local = corr.correlation(
             moments, denominator_grad=self.config.denominator_grad, **self.options
         )
-        teacher = message[TEACHER]
         misfit = self.discrepancy(local, teacher["matrix"], carry["pairs"])
         return fit + teacher["weight"] * misfit, carry
 
@@ -438,7 +467,7 @@ class FedHarmony(Method):
         if not teachers or self.config.client_clusters:
             return state, {}
         ids, before = teachers[0]["clusters"], state.get(CLUSTERS).get("ids")
-        log = {} if before is None else {"cluster_agreement": corr.cluster_agreement(before, ids)}
+        log = {} if before is None else {"cluster_agreement": cluster_agreement(before, ids)}
         return state.replace({CLUSTERS: {"ids": ids}}), log
 
     def _remember(self, state: Record, round: int, replies: Sequence[Reply]) -> Record:
