@@ -13,6 +13,7 @@ from torch import Tensor
 from fedharmony.aggregate import RunningMean
 from fedharmony.data.base import TensorImages
 from fedharmony.engine import training
+from fedharmony.engine.federation import FederationSettings
 from fedharmony.engine.lanes import NamedLanes, PackedLanes
 from fedharmony.engine.optimise import (
     Moments,
@@ -188,6 +189,7 @@ def test_stacks_side_by_side_train_like_one_after_the_other(name: str, means: Me
     both.transport._tick = lambda round, done, total: shares.append(done)
     (plain, events), (beside, others) = one.run(), both.run()
     assert set(calls) == {4}
+    assert both.transport._rule.abreast == 7  # nothing went wrong on the way
     assert shares.count(100) >= 2  # both rounds were shown to the end,
     assert all(0 < share <= 100 for share in shares)  # step by step
     assert len(set(shares)) > 10
@@ -197,6 +199,57 @@ def test_stacks_side_by_side_train_like_one_after_the_other(name: str, means: Me
     assert [e["reported"] for e in events] == [e["reported"] for e in others]
     losses = [[e["train_loss"] for e in found] for found in (events, others)]
     assert losses[0] == pytest.approx(losses[1], rel=1e-6)
+
+
+def test_other_stacks_begin_when_the_first_is_narrow(monkeypatch: pytest.MonkeyPatch) -> None:
+    """20 steps of the first client, four of its neighbour: the others wait for four steps.
+
+    A side whose device has not caught up is asked again later, and nothing is lost.
+    """
+    toy = Toy(sizes=(40, 6, 3, 3), rounds=1)
+    toy.transport._rule = StackRule(2, 4, 2, abreast=4)
+    order: list[int] = []
+    side = toy.trainer._side
+
+    def noted(trainer: Any, prepared: Any, share: Any, trained: Any) -> Any:
+        for _ in side(trainer, prepared, share, trained):
+            order.append(next(iter(share)))
+            yield
+
+    monkeypatch.setattr(toy.trainer, "_side", noted)
+    busy = iter([True, False, True, True, False] * 100)
+    monkeypatch.setattr("fedharmony.engine.cohort._Side.full", property(lambda self: next(busy)))
+    state, events = toy.run()
+    assert order[:4] == [0] * 4
+    assert 1 in order[4:7]
+    assert order.count(0) == 20 + 1  # and once to give the result
+    assert events[0]["reported"] == [0, 1, 2, 3]
+    plain, _ = Toy(sizes=(40, 6, 3, 3), rounds=1).run()
+    assert largest_difference(state, plain) < 1e-5
+
+
+@pytest.mark.parametrize("means", [Means(), FIXED], ids=["exact", "fixed"])
+@pytest.mark.parametrize("name", ["fedavg", "fedharmony"])
+def test_a_client_that_diverges_is_left_out_by_name(
+    monkeypatch: pytest.MonkeyPatch, means: Means, name: str
+) -> None:
+    """Whether a stack is looked at as a whole (fixed) or client by client."""
+    half = FederationSettings(max_failures=0.5)
+    toy = Toy(name, sizes=(5, 5, 4), rounds=1, means=means, federation=half)
+    labelled = toy.trainer._batch
+
+    def broken(index: Tensor, weights: dict[str, Tensor]) -> Any:
+        batch = labelled(index, weights)
+        own = torch.isin(index, torch.from_numpy(toy.trainer.clients[1])).unsqueeze(-1)
+        return batch._replace(counted=torch.where(own, torch.nan, batch.counted))
+
+    for trainer in toy.trainer._trainers:
+        monkeypatch.setattr(trainer, "_labelled", broken)
+    _, events = toy.run()
+    assert events[0]["reported"] == [0, 2]
+    (failure,) = events[0]["failures"]
+    assert failure["client"] == 1
+    assert "holds a value that is not finite" in failure["reason"]
 
 
 def test_what_fails_side_by_side_is_found_one_after_the_other(
@@ -383,7 +436,7 @@ def test_a_program_keeps_its_inputs_in_place() -> None:
     def step(fed: Fed) -> None:
         seen.append((fed.images.data_ptr(), fed.images.tolist()))
 
-    program = Program(step, record=False)
+    program = Program(step)
     for number in (1, 2):
         program(Fed(torch.tensor([number]), None, {}, {}))
     assert [values for _, values in seen] == [[1], [2]]
@@ -464,6 +517,18 @@ def test_a_piece_that_cannot_be_compiled_runs_as_it_is(caplog: pytest.LogCapture
         assert piece({}, torch.ones(2, 1)).tolist() == [[2.0], [2.0]]
         assert piece({}, torch.ones(2, 1)).tolist() == [[2.0], [2.0]]
     assert caplog.text.count("Compiling failed") == 1
+
+
+def test_the_optimisers_pass_is_not_left_to_chance(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Compiled without trying variants, which the compiler cannot tell apart for such code."""
+    asked: list[Any] = []
+    monkeypatch.setattr(torch, "compile", lambda f, **options: asked.append(options) or f)
+    params = {"w": torch.zeros(2, 3, 4)}
+    PackedLanes(params, 2, TrainSettings(), compile=True)
+    assert asked[0]["options"] == {"triton.autotune_pointwise": False}
+    PackedLanes(params, 2, TrainSettings(), compile=True, backend="aot_eager")
+    assert asked[1]["options"] is None
+    assert torch._inductor.config.triton.autotune_pointwise is True  # an option of this name exists
 
 
 def test_an_optimiser_that_cannot_be_compiled_runs_as_it_is(

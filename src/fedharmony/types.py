@@ -182,11 +182,20 @@ class Record:
 
 @dataclass(frozen=True)
 class Reply:
-    """What one client sends back: its record and how many images stand behind it."""
+    """What one client sends back: its record and how many images stand behind it.
+
+    Attributes:
+        client: who.
+        examples: images it trained on.
+        record: what it sends.
+        finite: whether all values of the record are finite, if that is known: a stack of clients
+            is looked at once, instead of each of them.
+    """
 
     client: int
     examples: int
     record: Record
+    finite: bool | None = None
 
 
 @dataclass(frozen=True)

@@ -35,6 +35,15 @@ class Plan:
             yield first, last, int((self.steps > first).sum())
 
 
+def narrow_from(steps: Sequence[int]) -> int:
+    """The first step that at most half of the clients take part in, of clients with these steps.
+
+    >>> narrow_from([6, 4, 2, 2]), narrow_from([5, 5, 5])
+    (2, 5)
+    """
+    return sorted(steps)[-(len(steps) // 2) - 1]
+
+
 def plan_batches(orders: Sequence[Index], batch_size: int) -> Plan:
     """Cut each client's sequence of epochs into batches.
 

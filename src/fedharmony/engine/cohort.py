@@ -8,6 +8,8 @@ is ordered by size and shrinks as clients finish, so padding never enters a resu
 from __future__ import annotations
 
 import functools
+import time
+from collections import deque
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 
 import numpy as np
@@ -16,12 +18,12 @@ from torch import Tensor
 
 from fedharmony.data.augment import AugmentSettings, draw_changes
 from fedharmony.data.base import LabelledImages, TensorImages
-from fedharmony.engine.batches import Plan, plan_batches
-from fedharmony.engine.lanes import Trained
+from fedharmony.engine.batches import Plan, narrow_from, plan_batches
+from fedharmony.engine.lanes import Trained, all_finite
 from fedharmony.engine.memory import ClientMemory
 from fedharmony.engine.optimise import TrainSettings
-from fedharmony.engine.prefetch import gathered
-from fedharmony.engine.stacking import StackedMessage, expand, narrow, over_clients
+from fedharmony.engine.prefetch import gathered, uploaded
+from fedharmony.engine.stacking import OneClient, StackedMessage, expand, narrow, over_clients
 from fedharmony.engine.training import Means, Tick, Trainer, Work
 from fedharmony.losses import Batch, label_weights, positive_weights
 from fedharmony.methods.base import ClientView, Method, Stage, Sweep
@@ -31,22 +33,40 @@ from fedharmony.types import BUFFERS, PARAMS, Index, Record, Reply, Tensors
 
 #: What the per-image gradients of one step of a sweep may occupy, in bytes.
 GRADIENT_BYTES = {"cpu": 1 << 28, "cuda": 1 << 33}
+#: Priorities of stacks side by side: the longest goes first, the others fill what it leaves free.
+FIRST, SECOND = -1, 0
+#: Steps given out ahead of the device, per stack side by side, and seconds between looks at it.
+AHEAD, PAUSE = 2, 1e-4
 
 
 class _Side:
     """One of several sequences of work on a device, in a stream of its own where there are any."""
 
-    def __init__(self, work: Iterator[None], device: torch.device) -> None:
+    def __init__(self, work: Iterator[None], device: torch.device, priority: int) -> None:
         self._work = work
+        self._given: deque[torch.cuda.Event] = deque()
         self._stream: torch.cuda.Stream | None = None
         if device.type == "cuda":
-            self._stream = torch.cuda.Stream(device)  # type: ignore[no-untyped-call]
+            self._stream = torch.cuda.Stream(device, priority)  # type: ignore[no-untyped-call]
             self._stream.wait_stream(torch.cuda.current_stream(device))
 
+    @property
+    def full(self) -> bool:
+        """Whether enough work is given out that the device has not done yet.
+
+        More would keep the caller waiting, and the other side without work.
+        """
+        while self._given and self._given[0].query():  # type: ignore[no-untyped-call]
+            self._given.popleft()
+        return len(self._given) >= AHEAD
+
     def advance(self) -> bool:
-        """Do the next piece of work, if there is one."""
+        """Give out the next piece of work, if there is one."""
         with torch.cuda.stream(self._stream):
-            return next(self._work, self) is not self
+            moved = next(self._work, self) is not self
+            if self._stream is not None:
+                self._given.append(self._stream.record_event())
+        return moved
 
     def join(self, results: Iterable[Trained]) -> None:
         """What follows waits for this side; its results live on there."""
@@ -103,9 +123,9 @@ class Cohort:
         self.changes = changes or AugmentSettings()
         self.labels = torch.from_numpy(data.labels).to(device)
         self.known = None if data.known is None else torch.from_numpy(data.known).to(device)
-        self._trainers = [self._trainer()]
+        self._trainers = [self._trainer(FIRST)]
 
-    def _trainer(self) -> Trainer:
+    def _trainer(self, priority: int) -> Trainer:
         """Memory and programs for one stack at a time."""
         images, device = self.images, self.device
         resident = isinstance(images, TensorImages) and images.pixels.device == device
@@ -120,6 +140,7 @@ class Cohort:
             self._gathered,
             (lambda index: images.gather(index, device)) if resident else None,
             self._batch,
+            priority,
         )
 
     def rows(self, client: int) -> int:
@@ -156,22 +177,41 @@ class Cohort:
     ) -> list[Reply]:
         """A stage with training for several stacks: the first one beside all the others.
 
-        On a GPU both sides have a stream of their own, so that the narrow end of one fills up with
-        the work of the other. Results do not depend on it.
+        On a GPU both sides have a stream of their own. The first stack begins alone; when at most
+        half of its clients are left, the others fill what it leaves free. Results do not depend on
+        it.
         """
         if len(self._trainers) < 2:
-            self._trainers.append(self._trainer())
-        works = [self._work(round, messages) for messages in stacks]
+            self._trainers.append(self._trainer(SECOND))
+        steps = [[self.steps(k) for k in messages] for messages in stacks]
+        alone = narrow_from(steps[0])
+        works: dict[int, Work] = {}
         trained: dict[int, Trained] = {}
-        sides = [
-            _Side(self._side(trainer, works, share, trained), self.device)
-            for trainer, share in zip(self._trainers, ([0], range(1, len(works))), strict=True)
-        ]
-        done, total = 0, sum(len(work.plan.index) for work in works)
-        while moved := sum(side.advance() for side in sides):
-            done = min(total, done + moved)  # a side also moves once to give its result
+
+        def prepared(stack: int) -> Work:
+            works[stack] = self._work(round, stacks[stack])
+            return works[stack]
+
+        first, second = (
+            _Side(self._side(trainer, prepared, share, trained), self.device, priority)
+            for trainer, share, priority in zip(
+                self._trainers, ([0], range(1, len(stacks))), (FIRST, SECOND), strict=True
+            )
+        )
+        done, total = 0, sum(map(max, steps))
+        working = [first, second]
+        while working:
+            free = [s for s in working if s is first or done >= alone or first not in working]
+            ready = [side for side in free if not side.full]
+            if not ready:
+                time.sleep(PAUSE)
+                continue
+            for side in ready:
+                if not side.advance():
+                    working.remove(side)
+            done = min(total, done + len(ready))  # a side also moves to give its results
             tick(done, total)
-        for side in sides:
+        for side in (first, second):
             side.join(trained.values())
         replies = [
             self._answers(stage, round, messages, works[i], trained[i])
@@ -182,13 +222,13 @@ class Cohort:
     def _side(
         self,
         trainer: Trainer,
-        works: Sequence[Work],
+        prepared: Callable[[int], Work],
         share: Iterable[int],
         trained: dict[int, Trained],
     ) -> Iterator[None]:
         """One stack of a share after the other, step by step."""
         for i in share:
-            steps = trainer.steps(works[i])
+            steps = trainer.steps(prepared(i))
             while i not in trained:
                 try:
                     next(steps)
@@ -209,6 +249,7 @@ class Cohort:
         message = work.message if work else StackedMessage([messages[k] for k in clients])
         results: list[dict[str, Mapping[str, Tensor]]] = [{} for _ in clients]
         scalars: list[dict[str, float]] = [{} for _ in clients]
+        finite = None if trained is None else trained.finite
         if stage.sweep is not None:
             tensors = trained.params if trained else message.stacked(PARAMS)
             for part in self._sweep_stacks(stage.sweep, clients, tensors):
@@ -216,9 +257,16 @@ class Cohort:
                 swept = self._sweep(stage.sweep, round, clients[part], messages, own)
                 for m, result in enumerate(results[part]):
                     result[stage.sweep.group] = unstack(swept, m)
+                if finite is not None:
+                    for tensor in swept.values():
+                        finite[part] &= all_finite(tensor)
+        good: list[bool | None] = [None] * len(clients)
         if trained and work:  # last: the losses are read when all work has been given out
             steps, total = work.plan.steps, sum(self.sizes[k] for k in clients)
-            for m, loss in enumerate(trained.losses.tolist()):
+            read = trained.losses if finite is None else torch.stack([trained.losses, finite])
+            losses, *flags = read.view(-1, len(clients)).tolist()
+            good = [flag > 0 for flag in flags[0]] if flags else good
+            for m, loss in enumerate(losses):
                 results[m] = {PARAMS: trained.each[m], BUFFERS: {}, **results[m]}
                 scalars[m] = {
                     "loss": loss / int(steps[m]),
@@ -226,7 +274,7 @@ class Cohort:
                     "rows": trained.rows * self.sizes[clients[m]] / total,  # padding is shared
                 }
         replies = {
-            k: Reply(k, self.sizes[k], Record(results[m], scalars[m]))
+            k: Reply(k, self.sizes[k], Record(results[m], scalars[m]), good[m])
             for m, k in enumerate(clients)
         }
         if stage.train:
@@ -302,21 +350,22 @@ class Cohort:
         seen = [self._seen(sweep, round, k) for k in clients]
         size = self.means.rows(len(seen[0]), self._sweep_room(sweep, tensors)[0])
         plan = plan_batches([index[None] for index in seen], size)
+        index = uploaded(torch.from_numpy(plan.index), self.device)
         read = tensors if sweep.reads == "gradients" else self.means.lowered(tensors)
         draws = self._sweep_draws(sweep, round, clients, plan)
-        carry = stack([sweep.start(unstack(tensors, m)) for m in range(len(clients))])
+        carry = stack([sweep.start(OneClient(tensors, m)) for m in range(len(clients))])
         carry = {name: tensor.to(self.device) for name, tensor in carry.items()}
         fold = torch.vmap(sweep.fold)
         for first, last, width in plan.segments():
             params, groups = narrow(read, width), message.first(width)
             part = narrow(carry, width)
-            steps = (self._index(plan, step, width) for step in range(first, last))
-            looked: Iterator[tuple[Tensor, Tensor | None]] = ((index, None) for index in steps)
+            steps = (self._index(plan, index, step, width) for step in range(first, last))
+            looked: Iterator[tuple[Tensor, Tensor | None]] = ((shown, None) for shown in steps)
             if sweep.reads != "labels":
                 looked = iter(self._gathered(steps))
-            for step, (index, pixels) in enumerate(looked, start=first):
-                rows = slice(step * size, step * size + index.shape[1])
-                batch = self._batch(index, {})
+            for step, (shown, pixels) in enumerate(looked, start=first):
+                rows = slice(step * size, step * size + shown.shape[1])
+                batch = self._batch(shown, {})
                 batch = batch._replace(draws={n: t[:width, rows] for n, t in draws.items()})
                 values = self._values(sweep, params, message, groups, pixels, batch)
                 part = fold(part, values, batch)
@@ -420,12 +469,12 @@ class Cohort:
         """Indices and images of the steps to come."""
         return gathered(self.images, lambda i: self.images.gather(i, self.device), steps)
 
-    def _index(self, plan: Plan, step: int, width: int) -> Tensor:
+    def _index(self, plan: Plan, index: Tensor, step: int, width: int) -> Tensor:
         """Image indices (width, B) of a step, without rows that all clients only pad."""
-        index = plan.index[step, :width]
-        if not self.means.few_shapes:
-            index = index[:, (index >= 0).any(axis=0)]
-        return torch.from_numpy(index).to(self.device)
+        if self.means.few_shapes:
+            return index[step, :width]
+        images = int((plan.index[step, :width] >= 0).sum(axis=1).max())  # padding comes last
+        return index[step, :width, :images]
 
     def _batch(self, index: Tensor, weights: Tensors) -> Batch:
         """Labels and masks at ``index``; ``weights`` only where a loss is trained."""

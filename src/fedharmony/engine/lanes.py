@@ -34,13 +34,25 @@ class Trained(NamedTuple):
         params: (M, ...) each.
         each: the same of each client.
         losses: (M,) summed over steps.
+        finite: (M,) whether all values of a client are finite, if it was looked at.
         rows: rows computed in all, padding included.
     """
 
     params: Tensors
     each: Sequence[Mapping[str, Tensor]]
     losses: Tensor
+    finite: Tensor | None = None
     rows: int = 0
+
+
+def all_finite(values: Tensor) -> Tensor:
+    """(M, ...) to (M,): whether all values of a client are finite, without a copy of them.
+
+    >>> all_finite(torch.tensor([[1.0, 2.0], [torch.inf, 0.0], [0.0, torch.nan]])).tolist()
+    [True, False, False]
+    """
+    least, most = values.flatten(1).aminmax(dim=1)  # a NaN is the least and the most
+    return least.isfinite() & most.isfinite()
 
 
 class Lanes(Protocol):
@@ -147,7 +159,7 @@ class PackedLanes:
         self.losses = torch.zeros(size, device=some.device)
         self._clock = torch.zeros((), device=some.device, dtype=torch.float64)
         step = adam_step if settings.optimiser == "adam" else sgd_step
-        self._update = Compiled(step, backend, dynamic=True) if compile else step
+        self._update = Compiled(step, backend, dynamic=True, tuned=False) if compile else step
         self._saved: list[tuple[int, int, Tensor, Tensor]] = []
 
     def load(self, received: Mapping[str, Tensor]) -> None:
@@ -158,20 +170,18 @@ class PackedLanes:
 
     def load_row(self, row: Tensor, clients: int) -> None:
         """So many clients start from the same model, laid out as theirs."""
-        start = 0
-        for block in self._blocks:
-            stop = start + block.layout.length
-            block.values[:clients].copy_(row[start:stop])
-            start = stop
+        lengths = [block.layout.length for block in self._blocks]
+        rows = [part.expand(clients, -1) for part in row.split_with_sizes(lengths)]
+        torch._foreach_copy_([block.values[:clients] for block in self._blocks], rows)
         self._begin(clients)
 
     def _begin(self, clients: int) -> None:
-        for block in self._blocks:
-            if block.copy is not None:
-                block.copy[:clients].copy_(block.values[:clients])
-            for moment in block.moments:
-                moment[:clients].zero_()
-        self.losses[:clients].zero_()
+        halved = [block for block in self._blocks if block.copy is not None]
+        if halved:
+            copies = [block.copy[:clients] for block in halved if block.copy is not None]
+            torch._foreach_copy_(copies, [block.values[:clients] for block in halved])
+        zeroed = [moment[:clients] for block in self._blocks for moment in block.moments]
+        torch._foreach_zero_([*zeroed, self.losses[:clients]])
         self._clock.zero_()
         self._saved.clear()
 
@@ -227,7 +237,7 @@ class PackedLanes:
         for first, last, kept, lost in self._saved:
             rows[first:last], losses[first:last] = kept, lost
         each = [Packed(self.layout, row) for row in rows.unbind(0)]
-        return Trained(self.layout.views(rows), each, losses)
+        return Trained(self.layout.views(rows), each, losses, all_finite(rows))
 
 
 class _Block:

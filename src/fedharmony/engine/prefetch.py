@@ -1,4 +1,4 @@
-"""Images of the next steps, read while this one is computed."""
+"""What the next steps need, brought to the device while this one is computed."""
 
 from __future__ import annotations
 
@@ -7,12 +7,20 @@ from collections.abc import Callable, Iterable, Iterator
 from concurrent.futures import Future, ThreadPoolExecutor
 from itertools import islice
 
+import torch
 from torch import Tensor
 
 from fedharmony.data.base import Images, TensorImages
 
 #: Steps read ahead.
 AHEAD = 2
+
+
+def uploaded(tensor: Tensor, device: torch.device) -> Tensor:
+    """The tensor on the device; a GPU is not waited for, as it would be without pinned memory."""
+    if device.type != "cuda":
+        return tensor.to(device)
+    return tensor.pin_memory().to(device, non_blocking=True)
 
 
 def gathered(

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from copy import copy
 from typing import Any
 
@@ -25,6 +25,27 @@ def narrow(tensors: Mapping[str, Tensor], width: int) -> Tensors:
 def expand(tensors: Mapping[str, Tensor], width: int) -> Tensors:
     """Tensors that all clients share, with a client axis and without a copy."""
     return {name: t.unsqueeze(0).expand(width, *t.shape) for name, t in tensors.items()}
+
+
+class OneClient(Mapping[str, Tensor]):
+    """The tensors of one client of a stack, taken out of it when they are asked for.
+
+    >>> client = OneClient({"w": torch.tensor([[1.0], [2.0]])}, 1)
+    >>> list(client), len(client), client["w"].tolist()
+    (['w'], 1, [2.0])
+    """
+
+    def __init__(self, tensors: Mapping[str, Tensor], client: int) -> None:
+        self._tensors, self._client = tensors, client
+
+    def __getitem__(self, name: str) -> Tensor:
+        return self._tensors[name][self._client]
+
+    def __iter__(self) -> Iterator[str]:
+        return iter(self._tensors)
+
+    def __len__(self) -> int:
+        return len(self._tensors)
 
 
 class StackedMessage:

@@ -14,7 +14,7 @@ import logging
 from collections.abc import Callable, Generator, Iterable, Iterator, Mapping
 from contextlib import AbstractContextManager, nullcontext
 from dataclasses import dataclass, field
-from typing import Any, NamedTuple
+from typing import NamedTuple
 
 import torch
 from torch import Tensor
@@ -23,6 +23,7 @@ from fedharmony.data.augment import AugmentSettings, augment
 from fedharmony.engine.batches import Plan
 from fedharmony.engine.lanes import Lanes, NamedLanes, PackedLanes, Trained
 from fedharmony.engine.optimise import TrainSettings, clip_gradients
+from fedharmony.engine.prefetch import uploaded
 from fedharmony.engine.stacking import StackedMessage, expand, narrow, over_clients
 from fedharmony.losses import Batch
 from fedharmony.methods.base import Groups, Method
@@ -84,7 +85,7 @@ class Means:
         (5, 6, 11)
         """
         most = min(most, batch_size)
-        return min(batch_size, max(2, rounded_up(most))) if self.few_shapes else most
+        return min(batch_size, rounded_up(most)) if self.few_shapes else most
 
     def width(self, clients: int) -> int:
         """Width of a program for so many clients, likewise.
@@ -152,14 +153,35 @@ class Fed(NamedTuple):
         )
 
 
+class Recorder:
+    """Records graphs that are replayed one at a time, in memory and in a stream of their own.
+
+    The stream matters although nothing runs in it: libraries keep scratch memory per stream (cuBLAS
+    does), which is recorded along. Graphs of two recorders may be replayed side by side; if they
+    had been recorded in one stream, each would write into the other's scratch memory. Of graphs
+    side by side, those recorded in a stream of higher priority (a lower number) go first.
+    """
+
+    def __init__(self, device: torch.device, priority: int = 0) -> None:
+        self._pool = torch.cuda.graph_pool_handle()
+        self._stream = torch.cuda.Stream(device, priority)  # type: ignore[no-untyped-call]
+
+    def record(self, work: Callable[[], None]) -> torch.cuda.CUDAGraph:
+        """The graph of what ``work`` would do on the device."""
+        graph = torch.cuda.CUDAGraph()
+        with torch.cuda.graph(graph, pool=self._pool, stream=self._stream):
+            work()
+        return graph
+
+
 class Program:
     """A step that can be repeated: called, or recorded at its second call and replayed.
 
     The first call runs the step as it is, which also lets libraries allocate and compile.
     """
 
-    def __init__(self, step: Callable[[Fed], None], record: bool, pool: Any = None) -> None:
-        self._step, self._record, self._pool = step, record, pool
+    def __init__(self, step: Callable[[Fed], None], recorder: Recorder | None = None) -> None:
+        self._step, self._recorder = step, recorder
         self._fed: Fed | None = None
         self._graph: torch.cuda.CUDAGraph | None = None
 
@@ -169,25 +191,23 @@ class Program:
             self._fed = fed.placed()
             self._step(self._fed)
             return
-        for place, tensor in zip(self._fed.tensors(), fed.tensors(), strict=True):
+        placed = self._fed
+        for place, tensor in zip(placed.tensors(), fed.tensors(), strict=True):
             place.copy_(tensor)
-        if not self._record:
-            self._step(self._fed)
+        if self._recorder is None:
+            self._step(placed)
             return
         if self._graph is None:
-            graph = torch.cuda.CUDAGraph()
             try:
-                with torch.cuda.graph(graph, pool=self._pool):
-                    self._step(self._fed)
+                self._graph = self._recorder.record(lambda: self._step(placed))
             except torch.OutOfMemoryError:
                 raise
             except RuntimeError as error:  # recording runs nothing: the step is still to be done
                 first = str(error).strip().splitlines()[0]
                 log.warning("A step cannot be recorded (%s) and is launched piece by piece.", first)
-                self._record = False
-                self._step(self._fed)
+                self._recorder = None
+                self._step(placed)
                 return
-            self._graph = graph
         self._graph.replay()
 
 
@@ -238,6 +258,7 @@ class Trainer:
         gathered: indices of the steps to come to (index, pixels), read ahead.
         fetch: image indices to pixels on the device; None if images are elsewhere.
         labelled: image indices and label weights to a batch.
+        priority: among trainers side by side; the lowest number goes first.
     """
 
     def __init__(
@@ -252,6 +273,7 @@ class Trainer:
         gathered: Callable[[Iterable[Tensor]], Iterator[tuple[Tensor, Tensor]]],
         fetch: Callable[[Tensor], Tensor] | None,
         labelled: Callable[[Tensor, Tensors], Batch],
+        priority: int = 0,
     ) -> None:
         self.model, self.method, self.settings = model, method, settings
         self.device, self.means, self.frozen, self.changes = device, means, frozen, changes
@@ -259,8 +281,8 @@ class Trainer:
         self._lanes: PackedLanes | None = None
         self._bound: dict[object, Bound] = {}
         native = getattr(method.loss, "stacked", False)
-        self._loss = Compiled(method.loss, means.backend) if means.compile and native else None
-        self._pool = torch.cuda.graph_pool_handle() if means.graphs else None
+        self._loss = Compiled(self._kept_loss, means.backend) if means.compile and native else None
+        self._recorder = Recorder(device, priority) if means.graphs else None
 
     def train(self, work: Work, tick: Tick) -> Trained:
         """What becomes of a stack of clients."""
@@ -280,8 +302,7 @@ class Trainer:
         # Rounded up, a stack may end with clients that do not exist: they see padding only.
         index = torch.full((len(plan.index), lanes.size, plan.index.shape[2]), -1)
         index[:, :clients] = torch.from_numpy(plan.index)
-        if self.device.type == "cuda":  # from pinned memory nobody waits for what is under way
-            index = index.pin_memory().to(self.device, non_blocking=True)
+        index = uploaded(index, self.device)
         for first, last, width in plan.segments():
             wide = min(lanes.size, self.means.width(width))
             if width < min(wide, lowest):  # their lanes go on, they do not
@@ -372,7 +393,7 @@ class Trainer:
 
             if not bound.fixed:
                 return step
-            program = Program(step, self.means.graphs, self._pool)
+            program = Program(step, self._recorder)
             bound.programs[width, rows] = program
         return program
 
@@ -396,14 +417,26 @@ class Trainer:
                     opinion = self.model.apply({**received, **constants}, images).to(dtype)
             batch = batch._replace(inputs=inputs(batch, groups, opinion))
             outputs = self.model.apply({**leaves, **constants}, images, batch.inputs)
-        loss = self._loss or over_clients(method.loss, (0, 0, dims, 0))
-        values, carry = loss(outputs.to(dtype), batch, groups, carry)
+        if self._loss is not None:
+            values = self._loss(outputs.to(dtype), batch, groups, carry)
+        else:
+            loss = over_clients(method.loss, (0, 0, dims, 0))
+            values, carry = loss(outputs.to(dtype), batch, groups, carry)
         found = torch.autograd.grad(values.sum(), list(leaves.values()), allow_unused=True)
         gradients = {n: g for n, g in zip(leaves, found, strict=True) if g is not None}
         with torch.no_grad():
             bound.keep(carry, width)
             self._move(bound, width, gradients, received, groups, carry)
             bound.lanes.losses[:width] += values.detach()
+
+    def _kept_loss(self, outputs: Tensor, batch: Batch, groups: Groups, carry: Tensors) -> Tensor:
+        """The method's loss; what it carries on is written over ``carry`` in the same pass."""
+        values, after = self.method.loss(outputs, batch, groups, carry)
+        with torch.no_grad():
+            for name, tensor in after.items():
+                if tensor is not carry[name]:
+                    carry[name].copy_(tensor)
+        return values
 
     def _move(
         self,
