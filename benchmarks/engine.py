@@ -8,8 +8,10 @@ with batch 256, compiled as a whole, fused Adam, bfloat16 autocast, with and wit
 (the faster counts). The naive loop is one client after the other, uncompiled, batch 16.
 
     python benchmarks/engine.py [--models Ti,S,B] [--parts equal,flair,harmony,naive] [--rounds 3]
+                                [--profile]
 
-Prints a table and writes benchmarks/results/engine.json.
+Prints a table and writes benchmarks/results/engine.json; with --profile also where the time of each
+kind of round goes, as profile.py does for one kind.
 """
 
 from __future__ import annotations
@@ -51,6 +53,8 @@ NAMES = {
     "demo": "vit",  # small enough for a CPU
 }
 BATCH, EPOCHS, CENTRAL_BATCH, CLIENTS = 16, 5, 256, 32
+#: Rounds that a profile takes.
+PROFILED = 3
 #: FLAIR: 51,414 users, 429,078 images, median 2: a log-normal with mean 8.3; 200 users per round.
 FLAIR_CLIENTS, FLAIR_MEDIAN, FLAIR_MEAN = 200, 2.0, 8.35
 
@@ -215,7 +219,8 @@ def measure(options: argparse.Namespace, device: torch.device) -> Iterator[dict[
         if device.type == "cuda":
             torch.cuda.empty_cache()
             torch.cuda.reset_peak_memory_stats()
-        run = Run(model, method, sizes, classes, options.side, device, engine, options.rounds + 2)
+        rounds = options.rounds + 2 + (PROFILED if options.profile else 0)
+        run = Run(model, method, sizes, classes, options.side, device, engine, rounds)
         first = run.images / run.round()
         run.round()  # with a teacher for the first time, where there is one
         speed = statistics.median(run.round() for _ in range(options.rounds))
@@ -231,6 +236,10 @@ def measure(options: argparse.Namespace, device: torch.device) -> Iterator[dict[
             if device.type == "cuda"
             else None,
         }
+        if options.profile:
+            from round_profile import profile_round
+
+            profile_round(run, f"{model}, {title}", options.out)
         run.loop.transport.cohort.release()  # type: ignore[attr-defined]
         del run
     for model in names if "naive" in options.parts else ():
@@ -277,6 +286,7 @@ def main() -> None:
     parser.add_argument("--images", type=int, default=160, help="per client, where they are equal")
     parser.add_argument("--side", type=int, default=224)
     parser.add_argument("--device", default="cuda")
+    parser.add_argument("--profile", action="store_true")
     parser.add_argument("--out", type=Path, default=Path(__file__).parent / "results")
     options = parser.parse_args()
     device = torch.device(options.device)

@@ -20,7 +20,7 @@ from typing import Any
 
 import torch
 
-from engine import CLIENTS, NAMES, Run, flair_sizes, synchronise
+from engine import CLIENTS, NAMES, PROFILED, Run, flair_sizes, synchronise
 from fedharmony.experiments.settings import EngineSettings
 
 #: Kinds of kernels by parts of their names; the first that fits.
@@ -30,6 +30,8 @@ KINDS = {
     "optimiser": ("lerp", "addcmul__", "copy__lerp", "sqrt_sub"),
     "fused elementwise and norms": ("triton",),
 }
+#: Kernels that are listed one by one, in the file only.
+LARGEST = 25
 
 
 class Phases:
@@ -57,39 +59,28 @@ class Phases:
         object.__setattr__(thing, name, timed)
 
 
-def kinds_of_kernels(run: Run) -> dict[str, float]:
-    """Seconds on the GPU by kind of kernel, in one round."""
+def kernels_of_round(run: Run) -> tuple[dict[str, float], list[dict[str, Any]]]:
+    """Seconds on the GPU by kind of kernel, in one round; and the kernels that take most of it."""
     from torch.profiler import ProfilerActivity, profile
 
     with profile(activities=[ProfilerActivity.CUDA]) as found:
         run.round()
     seconds: dict[str, float] = defaultdict(float)
+    each = []
     for event in found.key_averages():
-        name = event.key.lower()
+        name, spent = event.key.lower(), event.self_device_time_total / 1e6
         kind = next((k for k, parts in KINDS.items() if any(p in name for p in parts)), "other")
-        seconds[kind] += event.self_device_time_total / 1e6
-    return dict(seconds)
+        seconds[kind] += spent
+        each.append({"kernel": event.key[:120], "seconds": spent, "calls": event.count})
+    each.sort(key=lambda kernel: -kernel["seconds"])
+    return dict(seconds), each[:LARGEST]
 
 
-def main() -> None:
-    parser = argparse.ArgumentParser()
-    parser.add_argument("--model", default="Ti", choices=NAMES)
-    parser.add_argument("--method", default="fedharmony")
-    parser.add_argument("--labels", type=int, default=20)
-    parser.add_argument("--sizes", default="equal", choices=("equal", "flair"))
-    parser.add_argument("--images", type=int, default=160)
-    parser.add_argument("--side", type=int, default=224)
-    parser.add_argument("--device", default="cuda")
-    parser.add_argument("--out", type=Path, default=Path(__file__).parent / "results")
-    options = parser.parse_args()
-    device = torch.device(options.device)
-    sizes = [options.images] * CLIENTS if options.sizes == "equal" else flair_sizes()
-    engine = EngineSettings(device=options.device)
-    run = Run(options.model, options.method, sizes, options.labels, options.side, device, engine, 8)
-    for _ in range(3):
-        run.round()
+def profile_round(run: Run, title: str, out: Path) -> None:
+    """Print and keep where the time of a round goes; takes three rounds."""
+    device = run.device
     plain = run.images / run.round()
-    kernels = kinds_of_kernels(run) if device.type == "cuda" else {}
+    kernels, largest = kernels_of_round(run) if device.type == "cuda" else ({}, [])
     phases = Phases(device)
     cohort = run.loop.transport.cohort  # type: ignore[attr-defined]
     parts = [
@@ -107,30 +98,60 @@ def main() -> None:
         phases.wrap(thing, name, phase)
     total = run.images / run.round()
     phases.seconds["checks, sums, weights"] = total - sum(phases.seconds.values())
-    print(f"\n{options.model}, {options.method}, {options.labels} labels, {options.sizes} sizes")
+    print(f"\n{title}")
     print(f"a round: {plain:.3f} s; stopped at each phase: {total:.3f} s\n")
     tables = {"phase": dict(phases.seconds), "kernels": kernels}
-    for title, table in tables.items():
+    for heading, table in tables.items():
         if not table:
             continue
-        print(f"| {title} | ms | share |")
+        print(f"| {heading} | ms | share |")
         print("| --- | --: | --: |")
         whole = sum(table.values())
         for name, seconds in sorted(table.items(), key=lambda item: -item[1]):
             print(f"| {name} | {1000 * seconds:.1f} | {seconds / whole:.1%} |")
         print(flush=True)
-    file = options.out / "profile.json"
+    file = out / "profile.json"
     content = json.loads(file.read_text()) if file.exists() else {}
-    key = f"{options.model}, {options.method}, {options.labels} labels, {options.sizes}"
-    content[key] = {
+    content[title] = {
         "date": datetime.now(UTC).date().isoformat(),
         "torch": torch.__version__,
         "device": torch.cuda.get_device_name() if device.type == "cuda" else "cpu",
         "round_seconds": plain,
         **tables,
+        "largest_kernels": largest,
     }
-    options.out.mkdir(exist_ok=True)
+    out.mkdir(exist_ok=True)
     file.write_text(json.dumps(content, indent=1) + "\n")
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser()
+    parser.add_argument("--model", default="Ti", choices=NAMES)
+    parser.add_argument("--method", default="fedharmony")
+    parser.add_argument("--labels", type=int, default=20)
+    parser.add_argument("--sizes", default="equal", choices=("equal", "flair"))
+    parser.add_argument("--images", type=int, default=160)
+    parser.add_argument("--side", type=int, default=224)
+    parser.add_argument("--device", default="cuda")
+    parser.add_argument("--out", type=Path, default=Path(__file__).parent / "results")
+    options = parser.parse_args()
+    device = torch.device(options.device)
+    sizes = [options.images] * CLIENTS if options.sizes == "equal" else flair_sizes()
+    engine = EngineSettings(device=options.device)
+    run = Run(
+        options.model,
+        options.method,
+        sizes,
+        options.labels,
+        options.side,
+        device,
+        engine,
+        rounds=3 + PROFILED,
+    )
+    for _ in range(3):
+        run.round()
+    title = f"{options.model}, {options.method}, {options.labels} labels, {options.sizes} sizes"
+    profile_round(run, title, options.out)
 
 
 if __name__ == "__main__":
