@@ -468,17 +468,19 @@ def running_discrepancy(
         first = torch.lerp(past_first, real.sum(-2), rate)
         second = torch.lerp(past_second, scores.mT @ real, rate.unsqueeze(-1))
         spread = bernoulli_deviation(first, clamp)
-        scale = 1 / (_outer(spread) + eps)
-        matrix = (second - _outer(first)) * scale
-        apart = torch.where(pairs, matrix - teacher, 0)
+        # In place where that is possible: (..., C, C) numbers are what this function costs.
+        scale = _outer(spread).add_(eps).reciprocal_()
+        matrix = (second - _outer(first)).mul_(scale)
+        weight = (matrix - teacher).mul_(pairs)
         total = torch.as_tensor(count, dtype=scores.dtype, device=scores.device)
-        value = apart.square().sum(-1).sum(-1) / total
-        weight = apart * scale * (2 / total).unsqueeze(-1).unsqueeze(-1)
+        value = weight.square().sum(-1).sum(-1) / total
+        weight.mul_(scale).mul_((2 / total).unsqueeze(-1).unsqueeze(-1))
         slope = -2 * (weight * first.unsqueeze(-2)).sum(-1)
         if denominator_grad:
             inside = (first >= clamp) & (first <= 1 - clamp)
             steep = torch.where(inside, (0.5 - first) / spread, 0)
-            slope = slope - 2 * steep * (weight * matrix * spread.unsqueeze(-2)).sum(-1)
+            across = matrix.mul_(weight).mul_(spread.unsqueeze(-2)).sum(-1)
+            slope = slope - 2 * steep * across
         gradient = shares * (slope.unsqueeze(-2) + 2 * (scores @ weight))
         after = MomentsApart(first, second, torch.ones_like(running.started))
     # Zero, with the gradient found above.
