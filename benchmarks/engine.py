@@ -10,8 +10,8 @@ with batch 256, compiled as a whole, fused Adam, bfloat16 autocast, with and wit
     python benchmarks/engine.py [--models Ti,S,B] [--parts equal,flair,harmony,naive] [--rounds 3]
                                 [--profile]
 
-Prints a table and writes benchmarks/results/engine.json; with --profile also where the time of each
-kind of round goes, as profile.py does for one kind.
+Prints a table and puts its rows into benchmarks/results/engine.json; with --profile also where the
+time of each kind of round goes, as profile.py does for one kind.
 """
 
 from __future__ import annotations
@@ -293,18 +293,21 @@ def main() -> None:
     print("| ViT | | images/s | of the limit | first round, s |")
     print("| --- | --- | --: | --: | --: |", flush=True)
     name = torch.cuda.get_device_name() if device.type == "cuda" else platform.machine()
-    content: dict[str, Any] = {
-        "date": datetime.now(UTC).date().isoformat(),
-        "machine": name,
-        "torch": torch.__version__,
-        "options": {k: str(v) for k, v in vars(options).items() if k != "out"},
-        "rows": [],
-    }
     options.out.mkdir(exist_ok=True)
     for row in measure(options, device):
         show(row)
-        content["rows"].append(row)
-        (options.out / "engine.json").write_text(json.dumps(content, indent=1) + "\n")
+        today = datetime.now(UTC).date().isoformat()
+        keep(
+            options.out / "engine.json", {**row, "machine": name, "torch": torch.__version__}, today
+        )
+
+
+def keep(file: Path, row: dict[str, Any], date: str) -> None:
+    """Put a row into the file, over an older one of the same kind."""
+    rows = json.loads(file.read_text()) if file.exists() else []
+    kind = ("model", "part", "machine")
+    rows = [other for other in rows if any(other[name] != row[name] for name in kind)]
+    file.write_text(json.dumps([*rows, {**row, "date": date}], indent=1) + "\n")
 
 
 if __name__ == "__main__":

@@ -1,4 +1,4 @@
-"""Where the time of a federated round goes: by phase, and on a GPU by kind of kernel.
+"""Where the time of a federated round goes: by phase, and on a GPU by kernel and shape of step.
 
 The setting is that of engine.py. Phases are timed with the device brought to a stop around each of
 them, which itself costs a little; kernels are counted in a round of their own.
@@ -32,6 +32,8 @@ KINDS = {
 }
 #: Kernels that are listed one by one, in the file only.
 LARGEST = 25
+#: Repetitions of a step that is timed by itself.
+REPEATED = 5
 
 
 class Phases:
@@ -76,6 +78,22 @@ def kernels_of_round(run: Run) -> tuple[dict[str, float], list[dict[str, Any]]]:
     return dict(seconds), each[:LARGEST]
 
 
+def times_of_steps(run: Run) -> dict[str, float]:
+    """Seconds of a step by its shape, where steps are programs of fixed shape."""
+    found = {}
+    for trainer in run.loop.transport.cohort._trainers:  # type: ignore[attr-defined]
+        for bound in trainer._bound.values():
+            for (width, rows), program in bound.programs.items():
+                program(program._fed)
+                synchronise(run.device)
+                began = time.perf_counter()
+                for _ in range(REPEATED):
+                    program(program._fed)
+                synchronise(run.device)
+                found[f"{width} x {rows}"] = (time.perf_counter() - began) / REPEATED
+    return found
+
+
 def profile_round(run: Run, title: str, out: Path) -> None:
     """Print and keep where the time of a round goes; takes three rounds."""
     device = run.device
@@ -101,6 +119,7 @@ def profile_round(run: Run, title: str, out: Path) -> None:
     print(f"\n{title}")
     print(f"a round: {plain:.3f} s; stopped at each phase: {total:.3f} s\n")
     tables = {"phase": dict(phases.seconds), "kernels": kernels}
+    steps = times_of_steps(run)
     for heading, table in tables.items():
         if not table:
             continue
@@ -110,6 +129,13 @@ def profile_round(run: Run, title: str, out: Path) -> None:
         for name, seconds in sorted(table.items(), key=lambda item: -item[1]):
             print(f"| {name} | {1000 * seconds:.1f} | {seconds / whole:.1%} |")
         print(flush=True)
+    if steps:
+        print("| a step of clients x rows | ms | µs per row |")
+        print("| --- | --: | --: |")
+        for name, seconds in sorted(steps.items(), key=lambda item: -item[1]):
+            width, rows = map(int, name.split(" x "))
+            print(f"| {name} | {1e3 * seconds:.2f} | {1e6 * seconds / width / rows:.1f} |")
+        print(flush=True)
     file = out / "profile.json"
     content = json.loads(file.read_text()) if file.exists() else {}
     content[title] = {
@@ -118,6 +144,7 @@ def profile_round(run: Run, title: str, out: Path) -> None:
         "device": torch.cuda.get_device_name() if device.type == "cuda" else "cpu",
         "round_seconds": plain,
         **tables,
+        "steps": steps,
         "largest_kernels": largest,
     }
     out.mkdir(exist_ok=True)

@@ -6,7 +6,14 @@ import json
 import subprocess
 import sys
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
+
+import pytest
+import torch
+
+from fedharmony.engine.training import Means
+from toy import Toy
 
 BENCHMARKS = Path(__file__).parents[1] / "benchmarks"
 TINY = ("--device", "cpu", "--side", "16", "--images", "4", "--out")
@@ -29,8 +36,28 @@ def test_the_profile_finds_the_time_of_a_round_where_it_is_spent(tmp_path: Path)
 
 
 def test_whole_rounds_are_measured_beside_training_in_one_place(tmp_path: Path) -> None:
-    options = ("--models", "demo", "--parts", "equal", "--rounds", "1")
-    central, rounds = result("engine", tmp_path, *options)["rows"]
-    assert central["of_limit"] == 1.0
-    assert rounds["speed"] / central["speed"] == rounds["of_limit"] > 0
-    assert 0 < rounds["train_loss"] < 1
+    """A second run puts its rows over those of the first, and leaves others alone."""
+    other = {"model": "B", "part": "central, batch 256", "machine": "another"}
+    (tmp_path / "engine.json").write_text(json.dumps([other]))
+    options = ("--models", "demo", "--parts", "equal", "--rounds", "1", "--profile")
+    for _ in range(2):
+        kept, central, rounds = result("engine", tmp_path, *options)
+        assert kept == other
+        assert central["of_limit"] == 1.0
+        assert rounds["speed"] / central["speed"] == rounds["of_limit"] > 0
+        assert 0 < rounds["train_loss"] < 1
+    (profile,) = json.loads((tmp_path / "profile.json").read_text()).values()
+    assert profile["phase"]["training steps"] > 0
+
+
+def test_steps_of_fixed_shape_are_timed_one_by_one(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Clients of 9 and 4 images, batches of 4: both train for four steps, then one for two more."""
+    monkeypatch.syspath_prepend(str(BENCHMARKS))
+    from round_profile import times_of_steps
+
+    toy = Toy(sizes=(9, 4), rounds=1, means=Means(fixed=True))
+    toy.run()
+    run = SimpleNamespace(loop=SimpleNamespace(transport=toy.transport), device=torch.device("cpu"))
+    found = times_of_steps(run)
+    assert set(found) == {"2 x 4", "1 x 4"}
+    assert all(seconds > 0 for seconds in found.values())
