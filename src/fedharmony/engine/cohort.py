@@ -40,15 +40,13 @@ AHEAD, PAUSE = 2, 1e-4
 
 
 class _Side:
-    """One of several sequences of work on a device, in a stream of its own where there are any."""
+    """One of two sequences of work on a device, in a stream of its own where there are any."""
 
-    def __init__(self, work: Iterator[None], device: torch.device, priority: int) -> None:
-        self._work = work
+    def __init__(self, work: Iterator[None], stream: torch.cuda.Stream | None) -> None:
+        self._work, self._stream = work, stream
         self._given: deque[torch.cuda.Event] = deque()
-        self._stream: torch.cuda.Stream | None = None
-        if device.type == "cuda":
-            self._stream = torch.cuda.Stream(device, priority)  # type: ignore[no-untyped-call]
-            self._stream.wait_stream(torch.cuda.current_stream(device))
+        if stream is not None:
+            stream.wait_stream(torch.cuda.current_stream(stream.device))
 
     @property
     def full(self) -> bool:
@@ -75,8 +73,9 @@ class _Side:
         current = torch.cuda.current_stream(self._stream.device)
         current.wait_stream(self._stream)
         for trained in results:
-            for tensor in (trained.losses, *trained.params.values()):
-                tensor.record_stream(current)
+            for tensor in (trained.losses, trained.finite, *trained.params.values()):
+                if tensor is not None:
+                    tensor.record_stream(current)
 
 
 class Cohort:
@@ -192,11 +191,10 @@ class Cohort:
             works[stack] = self._work(round, stacks[stack])
             return works[stack]
 
+        shares = ([0], range(1, len(stacks)))
         first, second = (
-            _Side(self._side(trainer, prepared, share, trained), self.device, priority)
-            for trainer, share, priority in zip(
-                self._trainers, ([0], range(1, len(stacks))), (FIRST, SECOND), strict=True
-            )
+            _Side(self._side(trainer, prepared, share, trained), trainer.stream)
+            for trainer, share in zip(self._trainers, shares, strict=True)
         )
         done, total = 0, sum(map(max, steps))
         working = [first, second]

@@ -156,15 +156,13 @@ class Fed(NamedTuple):
 class Recorder:
     """Records graphs that are replayed one at a time, in memory and in a stream of their own.
 
-    The stream matters although nothing runs in it: libraries keep scratch memory per stream (cuBLAS
-    does), which is recorded along. Graphs of two recorders may be replayed side by side; if they
-    had been recorded in one stream, each would write into the other's scratch memory. Of graphs
-    side by side, those recorded in a stream of higher priority (a lower number) go first.
+    Graphs of two recorders may be replayed side by side. Libraries keep scratch memory per stream
+    (cuBLAS does), which is recorded along: recorded in one stream, each of them would write into
+    the other's.
     """
 
-    def __init__(self, device: torch.device, priority: int = 0) -> None:
-        self._pool = torch.cuda.graph_pool_handle()
-        self._stream = torch.cuda.Stream(device, priority)  # type: ignore[no-untyped-call]
+    def __init__(self, stream: torch.cuda.Stream) -> None:
+        self._pool, self._stream = torch.cuda.graph_pool_handle(), stream
 
     def record(self, work: Callable[[], None]) -> torch.cuda.CUDAGraph:
         """The graph of what ``work`` would do on the device."""
@@ -259,6 +257,9 @@ class Trainer:
         fetch: image indices to pixels on the device; None if images are elsewhere.
         labelled: image indices and label weights to a batch.
         priority: among trainers side by side; the lowest number goes first.
+
+    Attributes:
+        stream: where its graphs are recorded, and run while another trainer works; none on a CPU.
     """
 
     def __init__(
@@ -282,7 +283,10 @@ class Trainer:
         self._bound: dict[object, Bound] = {}
         native = getattr(method.loss, "stacked", False)
         self._loss = Compiled(self._kept_loss, means.backend) if means.compile and native else None
-        self._recorder = Recorder(device, priority) if means.graphs else None
+        self.stream: torch.cuda.Stream | None = None
+        if device.type == "cuda":
+            self.stream = torch.cuda.Stream(device, priority)  # type: ignore[no-untyped-call]
+        self._recorder = Recorder(self.stream) if means.graphs and self.stream else None
 
     def train(self, work: Work, tick: Tick) -> Trained:
         """What becomes of a stack of clients."""
