@@ -359,10 +359,10 @@ def test_gradient_by_hand_of_two_images():
     assert bool(after.started)
 
 
-@pytest.mark.parametrize("denominator_grad", [True, False])
+@pytest.mark.parametrize(("denominator_grad", "clamp"), [(True, 1e-4), (True, 0.45), (False, 0.45)])
 @pytest.mark.parametrize("batches", [1, 3])
-def test_gradient_by_hand_is_that_of_autograd(batches, denominator_grad):
-    """Value, gradient and state over batches; padding rows, unequal rates, p̂ below the clamp."""
+def test_gradient_by_hand_is_that_of_autograd(batches, denominator_grad, clamp):
+    """Value, gradient and state over batches; padding rows, unequal rates, p̂ beyond the clamp."""
     clients, rows, labels = 3, 5, 7
     generator = torch.Generator().manual_seed(batches)
 
@@ -395,11 +395,12 @@ def test_gradient_by_hand_is_that_of_autograd(batches, denominator_grad):
                     teacher,
                     pairs,
                     count,
+                    clamp=clamp,
                     denominator_grad=denominator_grad,
                 )
             else:
                 estimate, one = running_step(one, score_moments(scores, weights), rate)
-                local = correlation(estimate, denominator_grad=denominator_grad)
+                local = correlation(estimate, clamp=clamp, denominator_grad=denominator_grad)
                 value = discrepancy(local, teacher, pairs)
             (gradient,) = torch.autograd.grad((value * torch.arange(1, 4)).sum(), scores)
             found.append((value.detach(), gradient))

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import contextlib
 import functools
+import math
 import os
 import resource
 import subprocess
@@ -34,7 +35,7 @@ from fedharmony.losses import Batch, LossSettings, binary_cross_entropy
 from fedharmony.methods.base import Groups, Reads, Stage, Sweep, methods
 from fedharmony.methods.fedavg import FedAvg
 from fedharmony.rng import numpy_rng
-from fedharmony.types import BUFFERS, PARAMS, Failure, Record, Reply, Tensors
+from fedharmony.types import BUFFERS, PARAMS, Failure, Layout, Packed, Record, Reply, Tensors
 from toy import Toy, largest_difference, same_bits, split, toy_data
 
 # -- local training -------------------------------------------------------------------------------
@@ -664,3 +665,21 @@ def test_no_room_for_a_checkpoint_keeps_the_last_good_one(tmp_path: Path) -> Non
     assert "last good version is still in place" in done.stdout
     assert same_bits(load_record(path), RECORD)
     assert [p.name for p in tmp_path.iterdir()] == ["checkpoint.safetensors"]
+
+
+def test_packed_replies_are_checked_like_others() -> None:
+    """One row per client: same names and shapes in any order, or a reason why not."""
+    expected = {PARAMS: {"w": (2, 3), "b": (3,)}}
+
+    def reason(finite: bool | None = None, value: float = 0.0, **shapes: tuple[int, ...]) -> Any:
+        layout = Layout.of(shapes)
+        packed = Packed(layout, torch.full((layout.length,), value))
+        return problem(Record({PARAMS: packed}), expected, finite)
+
+    assert reason(w=(2, 3), b=(3,)) is None
+    assert reason(b=(3,), w=(2, 3)) is None
+    assert "params/w has shape (3, 2)" in reason(w=(3, 2), b=(3,))
+    assert "missing or unexpected tensors" in reason(w=(2, 3), c=(3,))
+    assert "params/w holds a value that is not finite" in reason(w=(2, 3), b=(3,), value=math.inf)
+    assert "not finite" in reason(False, math.nan, w=(2, 3), b=(3,))
+    assert reason(True, w=(2, 3), b=(3,)) is None

@@ -252,6 +252,26 @@ def test_a_client_that_diverges_is_left_out_by_name(
     assert "holds a value that is not finite" in failure["reason"]
 
 
+@pytest.mark.parametrize("means", [Means(), FIXED], ids=["exact", "fixed"])
+def test_a_pass_that_diverges_is_left_out_by_name(
+    monkeypatch: pytest.MonkeyPatch, means: Means
+) -> None:
+    """Parameters are finite, what a client found out about its data is not."""
+    half = FederationSettings(max_failures=0.5)
+    toy = Toy("fedharmony", sizes=(5, 5, 4), rounds=1, means=means, federation=half)
+    sweep = toy.trainer._sweep
+
+    def broken(*arguments: Any) -> dict[str, Tensor]:
+        found = sweep(*arguments)
+        found["upper"][2, 1] = torch.inf
+        return found
+
+    monkeypatch.setattr(toy.trainer, "_sweep", broken)
+    _, events = toy.run()
+    assert events[0]["reported"] == [0, 1]
+    assert "correlation/upper holds a value" in events[0]["failures"][0]["reason"]
+
+
 def test_what_fails_side_by_side_is_found_one_after_the_other(
     caplog: pytest.LogCaptureFixture,
 ) -> None:
@@ -506,6 +526,22 @@ def test_one_compilation_serves_all_blocks_and_shapes() -> None:
         assert len(made) == variants
 
 
+def test_evaluating_one_model_first_does_not_cost_the_first_stack_its_own_code() -> None:
+    """Sizes are constants for the first shape of one client and for the first of several."""
+    free: list[bool] = []
+
+    def backend(graph: Any, inputs: Any) -> Any:
+        free.append(any(isinstance(value, torch.SymInt) for value in inputs))
+        return graph.forward
+
+    model = small_vit()
+    model.backbone._block = CompiledPiece(block, backend)  # type: ignore[attr-defined]
+    for width, rows in ((1, 6), (4, 3), (5, 3)):
+        with torch.no_grad():
+            model.backbone.tokens(clients(model, width), torch.zeros(width, rows, 3, 8, 8))
+    assert free == [False, False, True]
+
+
 def test_another_model_does_not_free_the_numbers_of_the_first() -> None:
     """Heads, widths and patches of a second model are constants of its code, too."""
     free: list[bool] = []
@@ -568,8 +604,11 @@ def test_an_optimiser_that_cannot_be_compiled_runs_as_it_is(
 
 @pytest.mark.parametrize("name", methods.names())
 def test_compiled_training_agrees_for_every_method(name: str) -> None:
-    """The optimiser's compiled pass and few shapes; the toy backbone has no pieces of its own."""
-    options: dict[str, Any] = {"sizes": (9, 4), "rounds": 2, "dtype": torch.float64}
+    """The optimiser's compiled pass and few shapes; the toy backbone has no pieces of its own.
+
+    Clients have several batches, so that what a loss carries from step to step matters.
+    """
+    options: dict[str, Any] = {"sizes": (13, 9, 6), "rounds": 2, "dtype": torch.float64}
     plain, _ = Toy(name, **options).run()
     compiled, _ = Toy(name, **options, means=Means(compile=True, backend="aot_eager")).run()
     assert largest_difference(plain, compiled) < 1e-9

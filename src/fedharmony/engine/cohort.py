@@ -199,7 +199,7 @@ class Cohort:
         done, total = 0, sum(map(max, steps))
         working = [first, second]
         while working:
-            free = [s for s in working if s is first or done >= alone or first not in working]
+            free = working if done >= alone else [first]
             ready = [side for side in free if not side.full]
             if not ready:
                 time.sleep(PAUSE)
