@@ -68,8 +68,9 @@ def flair_sizes(clients: int = FLAIR_CLIENTS) -> list[int]:
 
 
 def make_data(images: int, classes: int, side: int, device: torch.device) -> LabelledImages:
-    """Random images on the device and sparse random labels."""
-    pixels = torch.randint(0, 256, (images, 3, side, side), dtype=torch.uint8, device=device)
+    """Random images on the device and sparse random labels, the same each time."""
+    generator, shape = torch.Generator(device).manual_seed(0), (images, 3, side, side)
+    pixels = torch.randint(0, 256, shape, dtype=torch.uint8, device=device, generator=generator)
     rng = np.random.default_rng(0)
     labels = (rng.random((images, classes)) < min(0.1, 4 / classes)).astype(np.uint8)
     return LabelledImages(TensorImages(pixels), labels)
