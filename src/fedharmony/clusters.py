@@ -92,9 +92,9 @@ def cluster_agreement(a: Tensor, b: Tensor) -> float:
 def k_means(rows: Tensor, groups: int, seed: int, *, n_init: int = 10, steps: int = 300) -> Tensor:
     """k-means where the rows are, all restarts at once: the clusters of the best restart.
 
-    Greedy k-means++ (each new centre is the best of ``2 + log G``
-    candidates, drawn by squared distance), then Lloyd's steps until no row changes its cluster. A
-    cluster that loses all rows keeps its centre. Sums are matrix products: repeatable.
+    Greedy k-means++ (each new centre is the best of ``2 + log G`` candidates, drawn by squared
+    distance), then Lloyd's steps until no row changes its cluster. A cluster that loses all rows
+    keeps its centre. Sums are matrix products, which repeat to the bit on a GPU, too.
 
     Args:
         rows: (C, D).
@@ -112,12 +112,13 @@ def k_means(rows: Tensor, groups: int, seed: int, *, n_init: int = 10, steps: in
     """
     centres = _spread_centres(rows, groups, seed, n_init)
     assigned = rows.new_full((n_init, len(rows)), -1, dtype=torch.int64)
+    names = torch.arange(groups, device=rows.device)
     for _ in range(steps):
         least, nearest_centre = _squared_distances(rows, centres).min(-1)
         if torch.equal(nearest_centre, assigned):
             break
         assigned = nearest_centre
-        member = F.one_hot(assigned, groups).to(rows.dtype)
+        member = (assigned.unsqueeze(-1) == names).to(rows.dtype)
         size = member.sum(1).unsqueeze(-1)
         centres = torch.where(size > 0, member.mT @ rows / size.clamp_min(1), centres)
     return assigned[least.sum(1).argmin()]
@@ -170,8 +171,9 @@ def _spread_centres(rows: Tensor, groups: int, seed: int, n_init: int) -> Tensor
     first = (draws[0, :, :1] * len(rows)).long()
     chosen = [rows[first.squeeze(1)]]
     least = _squared_distances(rows, chosen[0].unsqueeze(1)).squeeze(-1)
+    up_to = rows.new_ones(len(rows), len(rows)).triu()
     for g in range(1, groups):
-        passed = least.cumsum(1)
+        passed = least @ up_to  # running sums
         # The first row whose running sum exceeds the draw; never one of distance 0, unless all are.
         drawn = torch.searchsorted(passed, draws[g] * passed[:, -1:], right=True)
         candidates = rows[drawn.clamp(max=len(rows) - 1)]
