@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import functools
 import logging
 from typing import Any
@@ -461,6 +462,35 @@ def test_a_program_keeps_its_inputs_in_place() -> None:
         program(Fed(torch.tensor([number]), None, {}, {}))
     assert [values for _, values in seen] == [[1], [2]]
     assert seen[0][0] == seen[1][0]
+
+
+def test_a_recording_that_fails_does_not_spoil_the_next(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Memory of a broken recording is given up; seen on a GPU: every later one failed as well."""
+    pools = iter(range(9))
+    used: list[int] = []
+
+    @contextlib.contextmanager
+    def graph(graph: Any, pool: int, stream: Any) -> Any:
+        if pool in used:
+            raise RuntimeError("already recording")
+        used.append(pool)
+        yield
+        used.remove(pool)
+
+    monkeypatch.setattr(torch.cuda, "graph_pool_handle", lambda: next(pools))
+    monkeypatch.setattr(torch.cuda, "CUDAGraph", object)
+    monkeypatch.setattr(torch.cuda, "graph", graph)
+    recorder = training.Recorder(None)  # type: ignore[arg-type]
+
+    def broken() -> None:
+        raise RuntimeError("cannot be recorded")
+
+    recorder.record(lambda: None)
+    with pytest.raises(RuntimeError, match="cannot be recorded"):
+        recorder.record(broken)
+    done: list[int] = []
+    recorder.record(lambda: done.append(1))
+    assert done == [1]
 
 
 # -- compiled pieces -------------------------------------------------------------------------------

@@ -158,7 +158,8 @@ class Recorder:
 
     Graphs of two recorders may be replayed side by side. Libraries keep scratch memory per stream
     (cuBLAS does), which is recorded along: recorded in one stream, each of them would write into
-    the other's.
+    the other's. (Recorded in one stream, a run gave NaN, and none since; that this was the reason
+    is a conclusion, not shown by itself.)
     """
 
     def __init__(self, stream: torch.cuda.Stream) -> None:
@@ -167,8 +168,13 @@ class Recorder:
     def record(self, work: Callable[[], None]) -> torch.cuda.CUDAGraph:
         """The graph of what ``work`` would do on the device."""
         graph = torch.cuda.CUDAGraph()
-        with torch.cuda.graph(graph, pool=self._pool, stream=self._stream):
-            work()
+        try:
+            with torch.cuda.graph(graph, pool=self._pool, stream=self._stream):
+                work()
+        except RuntimeError:
+            # The memory is still taken for under record: whatever came next would fail, too.
+            self._pool = torch.cuda.graph_pool_handle()
+            raise
         return graph
 
 

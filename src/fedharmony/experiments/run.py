@@ -499,10 +499,11 @@ def matrices(assembly: Assembly, state: Record, structure: StructureResult) -> T
     return tensors
 
 
-def _rows(rounds: Sequence[Event]) -> float:
-    """Rows computed in training, padding included."""
+def _padding(rounds: Sequence[Event]) -> float | None:
+    """Share of the rows computed in training that held no image, if any were counted."""
     counted = [e for e in rounds if e.get("padding") is not None]
-    return float(sum(e["images"] / (1 - e["padding"]) for e in counted))
+    rows = sum(e["images"] / (1 - e["padding"]) for e in counted)
+    return 1 - sum(e["images"] for e in rounds) / rows if rows else None
 
 
 def summarise(
@@ -538,7 +539,7 @@ def summarise(
         "n_classes_with_positives": found.n_classes_with_positives,
         "n_classes_never_predicted": found.n_classes_never_predicted,
         "seconds": sum(e["seconds"] for e in rounds),
-        "padding": 1 - sum(e["images"] for e in rounds) / _rows(rounds) if _rows(rounds) else None,
+        "padding": _padding(rounds),
         "bytes_up": sum(e["bytes_up"] for e in rounds),
         "bytes_down": sum(e["bytes_down"] for e in rounds),
         "parameters_sha256": digest(Record({g: state.get(g) for g in (PARAMS, BUFFERS)})),

@@ -248,13 +248,11 @@ def linear(x: Tensor, weight: Tensor, bias: Tensor | None) -> Tensor:
     if _is_shared(weight) and (bias is None or _is_shared(bias)):
         return F.linear(x, _shared(weight), None if bias is None else _shared(bias))
     rows = x.flatten(1, -2)
-    if bias is None:
-        y = torch.bmm(rows, weight.mT)
-    elif adds_bias_apart(weight):
-        y = torch.bmm(rows, weight.mT)
-        y = y + bias.to(y.dtype).unsqueeze(1)
-    else:
+    if bias is not None and not adds_bias_apart(weight):
         y = torch.baddbmm(bias.unsqueeze(1), rows, weight.mT)
+    else:
+        y = torch.bmm(rows, weight.mT)
+        y = y if bias is None else y + bias.to(y.dtype).unsqueeze(1)
     return y.view(*x.shape[:-1], -1)
 
 

@@ -36,9 +36,9 @@ class Compiled:
         backend: of ``torch.compile``.
         dynamic: as ``torch.compile`` has it: by default a size or number that has changed once is
             free from then on; False fixes all but the sizes that are marked.
-        tuned: whether the compiler may try several ways to run elementwise code. What it times
-            includes copies of all tensors that the code writes to, and for code that does little
-            else the choice is chance: the optimiser's pass came out with 3.7 or 2.2 TB/s.
+        tuned: whether the compiler may try several ways to run elementwise code. Its timings
+            include copies of all tensors that the code writes to, so that for code that does little
+            else the choice may be chance (the optimiser's pass was seen at 3.7 and at 2.2 TB/s).
     """
 
     def __init__(
