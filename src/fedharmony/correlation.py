@@ -406,10 +406,19 @@ class MomentsApart(NamedTuple):
     started: Tensor
 
     @classmethod
-    def empty(cls, num_classes: int, *, device: torch.device | str | None = None) -> MomentsApart:
-        """Before the first batch of one client."""
-        second = torch.zeros(num_classes, num_classes, device=device)
-        return cls(second[0].clone(), second, torch.zeros((), dtype=torch.bool, device=device))
+    def empty(
+        cls,
+        num_classes: int,
+        *,
+        leading: Sequence[int] = (),
+        device: torch.device | str | None = None,
+    ) -> MomentsApart:
+        """Before the first batch, for one client or a stack of shape ``leading``."""
+        return cls(
+            torch.zeros(*leading, num_classes, device=device),
+            torch.zeros(*leading, num_classes, num_classes, device=device),
+            torch.zeros(tuple(leading), dtype=torch.bool, device=device),
+        )
 
 
 def running_discrepancy(

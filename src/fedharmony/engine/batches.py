@@ -35,13 +35,33 @@ class Plan:
             yield first, last, int((self.steps > first).sum())
 
 
-def narrow_from(steps: Sequence[int]) -> int:
-    """The first step that at most half of the clients take part in, of clients with these steps.
+def costs(steps: Sequence[int], rows: int) -> list[int]:
+    """What each step of a stack costs a GPU, in rows, of clients with so many steps and such rows.
 
-    >>> narrow_from([6, 4, 2, 2]), narrow_from([5, 5, 5])
-    (2, 5)
+    Beside its rows, every client costs about one (its weights are read and renewed), and every step
+    as much as 64 (hundreds of small kernels, one after the other).
+
+    >>> costs([2, 1], rows=16)
+    [98, 81]
     """
-    return sorted(steps)[-(len(steps) // 2) - 1]
+    return [sum(n > step for n in steps) * (rows + 1) + 64 for step in range(max(steps))]
+
+
+def beside_from(first: Sequence[int], others: int) -> int:
+    """The step of the first stack from which on other stacks run beside it: both end together.
+
+    Beside each other both run at about half their speed. What a wide stack leaves free is little,
+    so they meet at the narrow end of the first.
+
+    >>> beside_from([9, 9, 4, 2, 2], others=5), beside_from([9, 9], others=30)
+    (2, 0)
+    """
+    left = 0
+    for step in reversed(range(len(first))):
+        left += first[step]
+        if left >= others:
+            return step
+    return 0
 
 
 def plan_batches(orders: Sequence[Index], batch_size: int) -> Plan:

@@ -11,6 +11,8 @@ import functools
 import time
 from collections import deque
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from contextlib import AbstractContextManager
+from typing import Any
 
 import numpy as np
 import torch
@@ -18,7 +20,7 @@ from torch import Tensor
 
 from fedharmony.data.augment import AugmentSettings, draw_changes
 from fedharmony.data.base import LabelledImages, TensorImages
-from fedharmony.engine.batches import Plan, narrow_from, plan_batches
+from fedharmony.engine.batches import Plan, beside_from, costs, plan_batches
 from fedharmony.engine.lanes import Trained, all_finite
 from fedharmony.engine.memory import ClientMemory
 from fedharmony.engine.optimise import TrainSettings
@@ -26,8 +28,9 @@ from fedharmony.engine.prefetch import gathered, uploaded
 from fedharmony.engine.stacking import OneClient, StackedMessage, expand, narrow, over_clients
 from fedharmony.engine.training import Means, Tick, Trainer, Work
 from fedharmony.losses import Batch, label_weights, positive_weights
-from fedharmony.methods.base import ClientView, Method, Stage, Sweep
+from fedharmony.methods.base import ClientView, Groups, Method, Stage, Sweep
 from fedharmony.models.base import Model, stack, unstack
+from fedharmony.models.compiled import Compiled
 from fedharmony.rng import numpy_rng, torch_rng
 from fedharmony.types import BUFFERS, PARAMS, Index, Record, Reply, Tensors
 
@@ -58,9 +61,13 @@ class _Side:
             self._given.popleft()
         return len(self._given) >= AHEAD
 
+    def inside(self) -> AbstractContextManager[object]:
+        """Where what this side works on is made."""
+        return torch.cuda.stream(self._stream)
+
     def advance(self) -> bool:
         """Give out the next piece of work, if there is one."""
-        with torch.cuda.stream(self._stream):
+        with self.inside():
             moved = next(self._work, self) is not self
             if self._stream is not None:
                 self._given.append(self._stream.record_event())
@@ -122,6 +129,9 @@ class Cohort:
         self.changes = changes or AugmentSettings()
         self.labels = torch.from_numpy(data.labels).to(device)
         self.known = None if data.known is None else torch.from_numpy(data.known).to(device)
+        self._shown: Callable[..., Tensor] = self._normalised
+        if self.means.compile:
+            self._shown = Compiled(self._normalised, self.means.backend)
         self._trainers = [self._trainer(FIRST)]
 
     def _trainer(self, priority: int) -> Trainer:
@@ -138,6 +148,7 @@ class Cohort:
             self.changes,
             self._gathered,
             (lambda index: images.gather(index, device)) if resident else None,
+            self._shown,
             self._batch,
             priority,
         )
@@ -176,19 +187,22 @@ class Cohort:
     ) -> list[Reply]:
         """A stage with training for several stacks: the first one beside all the others.
 
-        On a GPU both sides have a stream of their own. The first stack begins alone; when at most
-        half of its clients are left, the others fill what it leaves free. Results do not depend on
-        it.
+        On a GPU both sides have a stream of their own. The first stack begins alone; at its narrow
+        end the others fill what it leaves free. Results do not depend on it.
         """
         if len(self._trainers) < 2:
             self._trainers.append(self._trainer(SECOND))
-        steps = [[self.steps(k) for k in messages] for messages in stacks]
-        alone = narrow_from(steps[0])
+        first_costs, *others = (
+            costs([self.steps(k) for k in messages], self.rows(self._by_size(messages)[0]))
+            for messages in stacks
+        )
+        alone = beside_from(first_costs, sum(map(sum, others)))
         works: dict[int, Work] = {}
         trained: dict[int, Trained] = {}
 
         def prepared(stack: int) -> Work:
-            works[stack] = self._work(round, stacks[stack])
+            if stack not in works:
+                works[stack] = self._work(round, stacks[stack])
             return works[stack]
 
         shares = ([0], range(1, len(stacks)))
@@ -196,13 +210,18 @@ class Cohort:
             _Side(self._side(trainer, prepared, share, trained), trainer.stream)
             for trainer, share in zip(self._trainers, shares, strict=True)
         )
-        done, total = 0, sum(map(max, steps))
+        done, total = 0, len(first_costs) + sum(map(len, others))
         working = [first, second]
         while working:
             free = working if done >= alone else [first]
             ready = [side for side in free if not side.full]
-            if not ready:
-                time.sleep(PAUSE)
+            if not ready:  # time to prepare what the second side will do
+                ahead = next((i for i in range(1, len(stacks)) if i not in works), None)
+                if ahead is None:
+                    time.sleep(PAUSE)
+                    continue
+                with second.inside():
+                    prepared(ahead)
                 continue
             for side in ready:
                 if not side.advance():
@@ -292,12 +311,11 @@ class Cohort:
         message = StackedMessage([messages[k] for k in clients])
         plan = plan_batches([self._epochs(round, k) for k in clients], self.rows(clients[0]))
         views = [self.view(k, round) for k in clients]
-        carry = [method.carry(v, messages[k]) for v, k in zip(views, clients, strict=True)]
         changes = functools.partial(draw_changes, self.changes)
         return Work(
             plan,
             message,
-            stack(carry),
+            method.carries(views, [messages[k] for k in clients]),
             self._label_weights(clients),
             self._drawn(method.draw, "draws", round, clients, plan) if method.draws else {},
             self._drawn(changes, "augment", round, clients, plan) if self.changes.active else {},
@@ -387,10 +405,10 @@ class Cohort:
             return pixels
         # Half-precision copies of matrices aside, a pass is as precise as its parameters.
         dtype = next(t.dtype for t in params.values() if t.dtype != torch.bfloat16)
-        normalise = over_clients(self.method.normalise, (0, message.dims, 0))
-        images = normalise(pixels, groups, {}).to(dtype)
         if sweep.reads == "gradients":
+            images = self._shown(pixels, groups, message.dims, {}, dtype)
             return self._gradients(sweep, params, images, batch)
+        images = self._shown(pixels, groups, message.dims, {}, self.means.product_dtype(dtype))
         whole = {**params, **self._fixed(len(pixels), dtype)}
         with self.means.autocast(self.device):
             wanted = self.model.features if sweep.reads == "features" else self.model.apply
@@ -466,6 +484,14 @@ class Cohort:
     def _gathered(self, steps: Iterable[Tensor]) -> Iterator[tuple[Tensor, Tensor]]:
         """Indices and images of the steps to come."""
         return gathered(self.images, lambda i: self.images.gather(i, self.device), steps)
+
+    def _normalised(
+        self, pixels: Tensor, groups: Groups, dims: Any, draws: Tensors, dtype: torch.dtype
+    ) -> Tensor:
+        """Images (M, B, 3, H, W) as the model takes them in; ``dims`` of ``groups`` as for vmap."""
+        normalise = over_clients(self.method.normalise, (0, dims, 0))
+        images: Tensor = normalise(pixels, groups, draws).to(dtype)
+        return images
 
     def _index(self, plan: Plan, index: Tensor, step: int, width: int) -> Tensor:
         """Image indices (width, B) of a step, without rows that all clients only pad."""

@@ -8,6 +8,7 @@ optimiser passes fastest; what it gives back is one row per client.
 
 from __future__ import annotations
 
+import math
 from collections.abc import Mapping, Sequence
 from typing import NamedTuple, Protocol
 
@@ -23,8 +24,13 @@ from fedharmony.engine.optimise import (
     fused_step,
     sgd_step,
 )
-from fedharmony.models.compiled import Compiled
+from fedharmony.models.compiled import CompiledRows
 from fedharmony.types import Layout, Packed, Tensors
+
+#: Parameters with so many numbers have memory of their own, and the optimiser a pass for each.
+APART = 1 << 13
+#: Longest row of flat memory that the optimiser's pass is told of.
+ROW = 1 << 10
 
 
 class Trained(NamedTuple):
@@ -126,8 +132,8 @@ class PackedLanes:
     """Lanes that stay, at addresses that recorded programs may rely on.
 
     Every half-precision matrix is a block (size, in, out) of its own, in the order in which
-    products leave its gradient, so that its update is one pass over flat memory. All other
-    parameters lie side by side in one block (size, length) and are updated together.
+    products leave its gradient, so that its update is one pass over flat memory; so is every other
+    large parameter. The rest lie side by side in one block (size, length) and are updated together.
 
     Args:
         received: shapes and types of the parameters, (M, ...) each.
@@ -148,18 +154,19 @@ class PackedLanes:
         backend: str = "inductor",
     ) -> None:
         some, shapes = next(iter(received.values())), {n: t.shape[1:] for n, t in received.items()}
-        parts = [Layout.of({n: shapes[n]}) for n in shapes if n in half]
-        rest = Layout.of({n: shape for n, shape in shapes.items() if n not in half})
-        self.layout = Layout(sum((p.shapes for p in parts), ()) + rest.shapes)
+        apart = [n for n, shape in shapes.items() if n in half or math.prod(shape) >= APART]
+        parts = {n: Layout.of({n: shapes[n]}) for n in apart}
+        rest = Layout.of({n: shape for n, shape in shapes.items() if n not in parts})
+        self.layout = Layout(sum((p.shapes for p in parts.values()), ()) + rest.shapes)
         self.size, self.dtype, self._settings = size, some.dtype, settings
         kept = MOMENTS[settings.optimiser]
-        self._blocks = [_Block(p, size, some, kept, copied=True) for p in parts]
+        self._blocks = [_Block(p, size, some, kept, copied=n in half) for n, p in parts.items()]
         self._blocks += [_Block(rest, size, some, kept)] if rest.shapes else []
         self.params = {n: t for b in self._blocks for n, t in b.layout.views(b.values).items()}
         self.losses = torch.zeros(size, device=some.device)
         self._clock = torch.zeros((), device=some.device, dtype=torch.float64)
         step = adam_step if settings.optimiser == "adam" else sgd_step
-        self._update = Compiled(step, backend, dynamic=True, tuned=False) if compile else step
+        self._update = CompiledRows(step, backend) if compile else step
         self._saved: list[tuple[int, int, Tensor, Tensor]] = []
 
     def load(self, received: Mapping[str, Tensor]) -> None:
@@ -194,7 +201,7 @@ class PackedLanes:
         return {n: found[n].detach().requires_grad_() for n in self.params}
 
     def step(self, gradients: Mapping[str, Tensor], width: int) -> None:
-        """One pass over each half-precision matrix, one over all the rest."""
+        """One pass over each parameter with memory of its own, one over all the rest."""
         self._clock += 1
         corrections = adam_corrections(self._clock, self.dtype)
         for block in self._blocks:
@@ -205,12 +212,13 @@ class PackedLanes:
 
     def _pass(self, block: _Block, gradient: Tensor, place: slice, corrections: Tensor) -> None:
         """The optimiser's step on a range of a block; the whole of it is flat memory."""
-        part = (slice(len(gradient)), place)
+        part, length = (slice(len(gradient)), place), block.values.shape[1]
         memory = [block.values[part], *(m[part] for m in block.moments)]
         copy = None if block.copy is None else block.copy[part]
-        if gradient.shape[1] == block.values.shape[1]:
-            memory, gradient = [t.reshape(-1) for t in memory], gradient.reshape(-1)
-            copy = None if copy is None else copy.reshape(-1)
+        if gradient.shape[1] == length:
+            row = math.gcd(length, ROW)
+            memory, gradient = [t.reshape(-1, row) for t in memory], gradient.reshape(-1, row)
+            copy = None if copy is None else copy.reshape(-1, row)
         self._update(memory[0], gradient, memory[1:], copy, corrections, self._settings)
 
     def shift(self, moves: Mapping[str, Tensor], scale: float, width: int) -> None:

@@ -18,9 +18,12 @@ from fedharmony.types import Tensors
 log = logging.getLogger(__name__)
 
 #: Clients trained at once where memory allows it: then their batches fill the device.
-FULL = {"cpu": 16, "cuda": 32}
+FULL = {"cpu": 16, "cuda": 48}
 #: Clients with fewer images than a batch fill the device in larger numbers, up to this factor.
 WIDEST = 8
+#: How alike clients of a stack are, in bits of their numbers of images (:class:`StackRule`): a step
+#: has a cost of its own on a GPU, which is worth some padding.
+ALIKE = {"cpu": 2, "cuda": 1}
 #: Tensors as large as the parameters that a client needs while it trains: master weights, two
 #: moments, gradient and copy (half as large each in half precision), and its reply.
 COPIES = 5
@@ -47,12 +50,15 @@ class StackRule:
             that ignore sizes.
         abreast: clients whose replies may wait while two stacks train side by side; 0: one stack
             at a time.
+        alike: leading bits of their numbers of images that clients of a stack have in common, below
+            a full batch: fewer make fewer stacks, and more padding.
     """
 
     full: int
     batch_size: int = 1
     widest: int | None = None
     abreast: int = 0
+    alike: int = 2
 
     def width(self, rows: int) -> int:
         """Clients at once whose batches have so many rows: the same number of rows in all.
@@ -74,7 +80,7 @@ class StackRule:
         """
         groups: dict[int, list[int]] = {}
         for client in clients:
-            rows = min(self.batch_size, rounded_up(sizes[client])) if self.widest else 0
+            rows = min(self.batch_size, rounded_up(sizes[client], self.alike)) if self.widest else 0
             groups.setdefault(rows, []).append(client)
         stacks = []
         for rows, members in groups.items():
@@ -126,7 +132,8 @@ class Trial:
         else:
             widest, abreast = CPU_BYTES // weights, 0
             full = max(1, min(full, widest))
-        return StackRule(full, self.batch_size, max(full, min(widest, WIDEST * full)), abreast)
+        widest, alike = max(full, min(widest, WIDEST * full)), ALIKE.get(self.device.type, 2)
+        return StackRule(full, self.batch_size, widest, abreast, alike)
 
     def _stacking_pays(self, width: int) -> bool:
         """Whether ``width`` clients at once are faster than one after the other, by trying both.

@@ -14,7 +14,7 @@ import logging
 from collections.abc import Callable, Generator, Iterable, Iterator, Mapping
 from contextlib import AbstractContextManager, nullcontext
 from dataclasses import dataclass, field
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor
@@ -64,6 +64,10 @@ class Means:
         """Where products are taken in half precision."""
         return torch.autocast(device.type, torch.bfloat16) if self.half else nullcontext()
 
+    def product_dtype(self, dtype: torch.dtype) -> torch.dtype:
+        """What products are taken in, where everything else is ``dtype``."""
+        return torch.bfloat16 if self.half else dtype
+
     def halved(self, tensors: Mapping[str, Tensor]) -> frozenset[str]:
         """Names of the weight matrices, which enter products only, if these are in half precision.
 
@@ -91,9 +95,9 @@ class Means:
         """Width of a program for so many clients, likewise.
 
         >>> Means().width(9), [Means(graphs=True).width(w) for w in (1, 3, 5, 9, 17, 33)]
-        (9, [1, 3, 5, 10, 20, 40])
+        (9, [1, 3, 5, 9, 18, 36])
         """
-        return rounded_up(clients, bits=3) if self.few_shapes else clients
+        return rounded_up(clients, bits=4) if self.few_shapes else clients
 
 
 def rounded_up(number: int, bits: int = 2) -> int:
@@ -261,6 +265,7 @@ class Trainer:
         changes: random changes of training images.
         gathered: indices of the steps to come to (index, pixels), read ahead.
         fetch: image indices to pixels on the device; None if images are elsewhere.
+        shown: pixels, message, its client axes, draws and a type to images for the model.
         labelled: image indices and label weights to a batch.
         priority: among trainers side by side; the lowest number goes first.
 
@@ -279,12 +284,14 @@ class Trainer:
         changes: AugmentSettings,
         gathered: Callable[[Iterable[Tensor]], Iterator[tuple[Tensor, Tensor]]],
         fetch: Callable[[Tensor], Tensor] | None,
+        shown: Callable[[Tensor, Groups, Any, Tensors, torch.dtype], Tensor],
         labelled: Callable[[Tensor, Tensors], Batch],
         priority: int = 0,
     ) -> None:
         self.model, self.method, self.settings = model, method, settings
         self.device, self.means, self.frozen, self.changes = device, means, frozen, changes
-        self._gathered, self._fetch, self._labelled = gathered, fetch, labelled
+        self._gathered, self._fetch, self._shown = gathered, fetch, shown
+        self._labelled = labelled
         self._lanes: PackedLanes | None = None
         self._bound: dict[object, Bound] = {}
         native = getattr(method.loss, "stacked", False)
@@ -418,7 +425,7 @@ class Trainer:
         assert pixels is not None
         if self.changes.active:
             pixels = augment(self.changes, pixels, fed.changes)
-        images = over_clients(method.normalise, (0, dims, 0))(pixels, groups, fed.draws).to(dtype)
+        images = self._shown(pixels, groups, dims, fed.draws, self.means.product_dtype(dtype))
         inputs = over_clients(method.inputs, (0, dims, 0 if method.consults else None))
         with self.means.autocast(self.device):
             opinion = None

@@ -250,20 +250,25 @@ class Method:
     # -- client -----------------------------------------------------------------------------------
 
     @stacked
+    @stacked
     def normalise(self, images: Tensor, message: Groups, draws: Mapping[str, Tensor]) -> Tensor:
         """Images (B, 3, H, W) uint8 to the float input the backbone expects.
 
         ``draws`` is empty outside of training.
         """
-        mean, std = (
-            _constant(self.task.mean, images.device),
-            _constant(self.task.std, images.device),
-        )
+        # Compiled code keeps constants by itself.
+        made = _constant.__wrapped__ if torch.compiler.is_compiling() else _constant
+        mean, std = (made(values, images.device) for values in (self.task.mean, self.task.std))
         return (images.float() - mean) / std
 
     def carry(self, view: ClientView, message: Record) -> Tensors:
         """What a client's loss carries from batch to batch, at the start of a round."""
         return {}
+
+    def carries(self, views: Sequence[ClientView], messages: Sequence[Record]) -> Tensors:
+        """The same of a stack of clients, (M, ...) each; there may be a faster way than each."""
+        found = [self.carry(view, message) for view, message in zip(views, messages, strict=True)]
+        return {name: torch.stack([one[name] for one in found]) for name in found[0]}
 
     def draw(self, generator: torch.Generator, images: int) -> Tensors:
         """The random numbers of one batch of one client, (images, ...) each, on the CPU.

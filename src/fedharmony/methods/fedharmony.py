@@ -330,24 +330,30 @@ class FedHarmony(Method):
 
     def carry(self, view: ClientView, message: Record) -> Tensors:
         """Empty running moments, their rate, and the pairs of labels this client aligns."""
-        if not self._aligns(message.groups):
+        return {name: tensor[0] for name, tensor in self.carries([view], [message]).items()}
+
+    def carries(self, views: Sequence[ClientView], messages: Sequence[Record]) -> Tensors:
+        """The same of all clients of a stack at once."""
+        if not self._aligns(messages[0].groups):
             return {}
-        teacher = message.groups[TEACHER]
-        pairs = corr.pair_mask(teacher["clusters"], teacher["known"], diagonal=self.config.diagonal)
+        teachers = [message.groups[TEACHER] for message in messages]
+        clusters, known = (
+            torch.stack([teacher[name] for teacher in teachers]) for name in ("clusters", "known")
+        )
+        pairs = corr.pair_mask(clusters, known, diagonal=self.config.diagonal)
         if self.config.align_unseen == "mask":
-            seen = view.positives > 0
-            pairs = pairs & seen.unsqueeze(-1) & seen
-        rate = corr.update_rate(self.task.batch_size, view.examples, self.config.window)
-        carry = {
-            "pairs": pairs,
-            "rate": torch.full((), rate, dtype=torch.float32, device=pairs.device),
-        }
+            seen = torch.stack([view.positives > 0 for view in views])
+            pairs = pairs & seen.unsqueeze(-1) & seen.unsqueeze(-2)
+        batch, window, device = self.task.batch_size, self.config.window, pairs.device
+        rates = [corr.update_rate(batch, view.examples, window) for view in views]
+        carry = {"pairs": pairs, "rate": torch.tensor(rates, dtype=torch.float32, device=device)}
+        classes, leading = self.task.classes, (len(views),)
         if self._by_hand:
-            pair_count = pairs.sum().clamp_min(1).float()
-            count = pair_count if self.config.reduction == "mean" else torch.ones_like(pair_count)
-            apart = corr.MomentsApart.empty(self.task.classes, device=pairs.device)
+            found = pairs.sum((-2, -1)).clamp_min(1).float()
+            count = found if self.config.reduction == "mean" else torch.ones_like(found)
+            apart = corr.MomentsApart.empty(classes, leading=leading, device=device)
             return {**carry, "count": count, **apart._asdict()}
-        running = corr.empty_running(self.task.classes, device=pairs.device)
+        running = corr.empty_running(classes, leading=leading, device=device)
         return {**carry, "moments": running.moments.values, "started": running.started}
 
     def _aligns(self, message: Groups) -> bool:

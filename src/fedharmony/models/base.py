@@ -285,8 +285,13 @@ def layer_norm(x: Tensor, weight: Tensor, bias: Tensor, eps: float) -> Tensor:
     width = x.shape[-1:]
     if _is_shared(weight) and _is_shared(bias):
         return F.layer_norm(x, width, _shared(weight), _shared(bias), eps)
-    normed = F.layer_norm(x.flatten(1, -2), width, eps=eps)
-    return torch.addcmul(bias.unsqueeze(1), normed, weight.unsqueeze(1)).view(x.shape)
+    lead = [1] * (x.dim() - 2)
+    weight, bias = (t.view(len(t), *lead, -1) for t in (weight, bias))
+    if x.device.type != "cpu":
+        # Gradients are then summed over an image, of known length, and over images last. Over all
+        # at once, code for any number of images divides by that number wherever it reads.
+        weight, bias = (t.expand(-1, x.shape[1], *[-1] * len(lead)) for t in (weight, bias))
+    return torch.addcmul(bias, F.layer_norm(x, width, eps=eps), weight)
 
 
 def dropout(x: Tensor, rate: float, seeds: Tensor, place: int) -> Tensor:
