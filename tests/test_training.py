@@ -13,6 +13,7 @@ from torch import Tensor
 
 from fedharmony.aggregate import RunningMean
 from fedharmony.data.base import TensorImages
+from fedharmony.engine import lanes as memory
 from fedharmony.engine import training
 from fedharmony.engine.federation import FederationSettings
 from fedharmony.engine.lanes import NamedLanes, PackedLanes
@@ -236,7 +237,7 @@ def test_other_stacks_begin_at_the_narrow_end_of_the_first(
     assert order[:17] == [0] * 17
     assert 1 in order[17:20]
     assert drawn == [(0, 0), (2, 1)]
-    assert order.count(0) == 20 + 1  # and once to give the result
+    assert order.count(0) == 20
     assert events[0]["reported"] == [0, 1, 2, 3]
     plain, _ = Toy(sizes=(40, 6, 3, 3), rounds=1).run()
     assert largest_difference(state, plain) < 1e-5
@@ -378,17 +379,28 @@ def test_lanes_save_clients_that_are_done() -> None:
     assert torch.equal(lanes.leaves(2)["w"].float(), lanes.params["w"])  # the copy follows
 
 
+@pytest.mark.parametrize("few", [0, memory.FEW], ids=["passes", "at once"])
 @pytest.mark.parametrize("optimiser", ["adam", "momentum"])
-def test_both_arrangements_of_lanes_move_alike(optimiser: Any) -> None:
-    """Lengths 3, 5 and 8 leave gaps between parameters that lie side by side in one block."""
+def test_both_arrangements_of_lanes_move_alike(
+    monkeypatch: pytest.MonkeyPatch, optimiser: Any, few: int
+) -> None:
+    """Lengths 3, 5 and 8 leave gaps between parameters that lie side by side in one block.
+
+    Clients that are few enough are moved by torch's fused kernel, in the same memory.
+    """
+    monkeypatch.setattr(memory, "FEW", few)
+    fused: list[int] = []
+    step = memory.fused_step
+    monkeypatch.setattr(memory, "fused_step", lambda *args: fused.append(1) or step(*args))
     generator = torch.Generator().manual_seed(0)
-    shapes = {"a": (3,), "w": (4, 3), "b": (5,), "c": (2, 4), "d": ()}
+    shapes = {"a": (3,), "w": (4, 6), "b": (5,), "c": (2, 4), "d": ()}
     received = {
         n: torch.randn(2, *shape, generator=generator, dtype=torch.float64)
         for n, shape in shapes.items()
     }
     settings = TrainSettings(optimiser=optimiser, lr=0.1)
-    named, packed = NamedLanes(received, settings), PackedLanes(received, 3, settings)
+    named = NamedLanes(received, settings)
+    packed = PackedLanes(received, 3, settings, frozenset({"w"}), True, "aot_eager")
     packed.load(received)
     for width in (2, 2, 1):
         gradients = {
@@ -399,8 +411,10 @@ def test_both_arrangements_of_lanes_move_alike(optimiser: Any) -> None:
         packed.step(gradients, width)
     for name in shapes:
         torch.testing.assert_close(packed.params[name][:2], named.params[name], rtol=0, atol=1e-12)
+    assert torch.equal(packed.leaves(2)["w"], packed.params["w"][:2].bfloat16())
+    assert len(fused) == (6 if few else 3)  # three of them by the named lanes
     (one, _), layout = packed.result(2).each, packed.layout
-    again = PackedLanes(received, 3, settings)
+    again = PackedLanes(received, 3, settings, frozenset({"w"}))
     again.load_row(one.row, 2)  # type: ignore[attr-defined]
     assert again.layout == layout
     assert all(torch.equal(again.params[n][1], one[n]) for n in shapes)
@@ -616,13 +630,14 @@ def test_a_piece_that_cannot_be_compiled_runs_as_it_is(caplog: pytest.LogCapture
     assert caplog.text.count("Compiling failed") == 1
 
 
-def test_the_optimisers_pass_knows_the_length_of_its_rows() -> None:
+def test_the_optimisers_pass_knows_the_length_of_its_rows(monkeypatch: pytest.MonkeyPatch) -> None:
     """Code for memory of any length moves a number at a time: half as fast on a GPU.
 
     Flat memory is shown as rows of as many numbers as divide its length, up to 1,024: two clients'
     matrix of 96 × 64 = 6 · 1,024 numbers as 12 rows. The sum of a pass is that of all its numbers.
     Another number of clients is no reason to compile again.
     """
+    monkeypatch.setattr(memory, "FEW", 0)
     shapes: list[list[tuple[int, ...]]] = []
 
     def spy(graph: Any, inputs: Any) -> Any:
@@ -665,16 +680,23 @@ def test_an_optimiser_that_cannot_be_compiled_runs_as_it_is(
     assert largest_difference(plain, other) < 1e-9
 
 
+@pytest.mark.filterwarnings("ignore:The .grad attribute")  # the compiler looks for one
+@pytest.mark.parametrize("few", [0, memory.FEW], ids=["passes", "at once"])
 @pytest.mark.parametrize("name", methods.names())
-def test_compiled_training_agrees_for_every_method(name: str) -> None:
-    """The optimiser's compiled pass and few shapes; the toy backbone has no pieces of its own.
+def test_compiled_training_agrees_for_every_method(
+    monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture, name: str, few: int
+) -> None:
+    """The optimiser's compiled pass, the images' and few shapes; a toy has no pieces of its own.
 
     Clients have several batches, so that what a loss carries from step to step matters.
     """
+    monkeypatch.setattr(memory, "FEW", few)
     options: dict[str, Any] = {"sizes": (13, 9, 6), "rounds": 2, "dtype": torch.float64}
     plain, _ = Toy(name, **options).run()
-    compiled, _ = Toy(name, **options, means=Means(compile=True, backend="aot_eager")).run()
+    with caplog.at_level(logging.WARNING, "fedharmony"):
+        compiled, _ = Toy(name, **options, means=Means(compile=True, backend="aot_eager")).run()
     assert largest_difference(plain, compiled) < 1e-9
+    assert "Compiling failed" not in caplog.text
 
 
 # -- on a GPU --------------------------------------------------------------------------------------

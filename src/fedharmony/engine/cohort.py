@@ -80,9 +80,10 @@ class _Side:
         current = torch.cuda.current_stream(self._stream.device)
         current.wait_stream(self._stream)
         for trained in results:
-            for tensor in (trained.losses, trained.finite, *trained.params.values()):
-                if tensor is not None:
-                    tensor.record_stream(current)
+            tensors = [trained.losses, trained.finite, *trained.params.values()]
+            found = {t.untyped_storage().data_ptr(): t for t in tensors if t is not None}
+            for tensor in found.values():  # one of each storage: most are views
+                tensor.record_stream(current)
 
 
 class Cohort:
@@ -226,7 +227,7 @@ class Cohort:
             for side in ready:
                 if not side.advance():
                     working.remove(side)
-            done = min(total, done + len(ready))  # a side also moves to give its results
+            done = min(total, done + len(ready))  # a side's last move gives its result only
             tick(done, total)
         for side in (first, second):
             side.join(trained.values())
@@ -249,9 +250,10 @@ class Cohort:
             while i not in trained:
                 try:
                     next(steps)
-                except StopIteration as done:
+                except StopIteration as done:  # at once on to the next: a pause would be seen
                     trained[i] = done.value
-                yield
+                else:
+                    yield
 
     def _answers(
         self,
