@@ -13,7 +13,6 @@ from torch import Tensor
 
 from fedharmony.aggregate import RunningMean
 from fedharmony.data.base import TensorImages
-from fedharmony.engine import lanes as memory
 from fedharmony.engine import training
 from fedharmony.engine.federation import FederationSettings
 from fedharmony.engine.lanes import NamedLanes, PackedLanes
@@ -379,19 +378,9 @@ def test_lanes_save_clients_that_are_done() -> None:
     assert torch.equal(lanes.leaves(2)["w"].float(), lanes.params["w"])  # the copy follows
 
 
-@pytest.mark.parametrize("few", [0, memory.FEW], ids=["passes", "at once"])
 @pytest.mark.parametrize("optimiser", ["adam", "momentum"])
-def test_both_arrangements_of_lanes_move_alike(
-    monkeypatch: pytest.MonkeyPatch, optimiser: Any, few: int
-) -> None:
-    """Lengths 3, 5 and 8 leave gaps between parameters that lie side by side in one block.
-
-    Clients that are few enough are moved by torch's fused kernel, in the same memory.
-    """
-    monkeypatch.setattr(memory, "FEW", few)
-    fused: list[int] = []
-    step = memory.fused_step
-    monkeypatch.setattr(memory, "fused_step", lambda *args: fused.append(1) or step(*args))
+def test_both_arrangements_of_lanes_move_alike(optimiser: Any) -> None:
+    """Lengths 3, 5 and 8 leave gaps between parameters that lie side by side in one block."""
     generator = torch.Generator().manual_seed(0)
     shapes = {"a": (3,), "w": (4, 6), "b": (5,), "c": (2, 4), "d": ()}
     received = {
@@ -412,7 +401,6 @@ def test_both_arrangements_of_lanes_move_alike(
     for name in shapes:
         torch.testing.assert_close(packed.params[name][:2], named.params[name], rtol=0, atol=1e-12)
     assert torch.equal(packed.leaves(2)["w"], packed.params["w"][:2].bfloat16())
-    assert len(fused) == (6 if few else 3)  # three of them by the named lanes
     (one, _), layout = packed.result(2).each, packed.layout
     again = PackedLanes(received, 3, settings, frozenset({"w"}))
     again.load_row(one.row, 2)  # type: ignore[attr-defined]
@@ -630,14 +618,13 @@ def test_a_piece_that_cannot_be_compiled_runs_as_it_is(caplog: pytest.LogCapture
     assert caplog.text.count("Compiling failed") == 1
 
 
-def test_the_optimisers_pass_knows_the_length_of_its_rows(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_the_optimisers_pass_knows_the_length_of_its_rows() -> None:
     """Code for memory of any length moves a number at a time: half as fast on a GPU.
 
     Flat memory is shown as rows of as many numbers as divide its length, up to 1,024: two clients'
     matrix of 96 × 64 = 6 · 1,024 numbers as 12 rows. The sum of a pass is that of all its numbers.
     Another number of clients is no reason to compile again.
     """
-    monkeypatch.setattr(memory, "FEW", 0)
     shapes: list[list[tuple[int, ...]]] = []
 
     def spy(graph: Any, inputs: Any) -> Any:
@@ -681,16 +668,14 @@ def test_an_optimiser_that_cannot_be_compiled_runs_as_it_is(
 
 
 @pytest.mark.filterwarnings("ignore:The .grad attribute")  # the compiler looks for one
-@pytest.mark.parametrize("few", [0, memory.FEW], ids=["passes", "at once"])
 @pytest.mark.parametrize("name", methods.names())
 def test_compiled_training_agrees_for_every_method(
-    monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture, name: str, few: int
+    caplog: pytest.LogCaptureFixture, name: str
 ) -> None:
     """The optimiser's compiled pass, the images' and few shapes; a toy has no pieces of its own.
 
     Clients have several batches, so that what a loss carries from step to step matters.
     """
-    monkeypatch.setattr(memory, "FEW", few)
     options: dict[str, Any] = {"sizes": (13, 9, 6), "rounds": 2, "dtype": torch.float64}
     plain, _ = Toy(name, **options).run()
     with caplog.at_level(logging.WARNING, "fedharmony"):

@@ -29,8 +29,6 @@ from fedharmony.types import Layout, Packed, Tensors
 
 #: Parameters with so many numbers have memory of their own, and the optimiser a pass for each.
 APART = 1 << 13
-#: Up to so many numbers in a pass, on average, it takes longer to begin one than to end it.
-FEW = 1 << 18
 #: Longest row of flat memory that the optimiser's pass is told of.
 ROW = 1 << 10
 
@@ -169,7 +167,6 @@ class PackedLanes:
         self._clock = torch.zeros((), device=some.device, dtype=torch.float64)
         step = adam_step if settings.optimiser == "adam" else sgd_step
         self._update = CompiledRows(step, backend) if compile else step
-        self._gathers = compile
         self._saved: list[tuple[int, int, Tensor, Tensor]] = []
 
     def load(self, received: Mapping[str, Tensor]) -> None:
@@ -204,51 +201,22 @@ class PackedLanes:
         return {n: found[n].detach().requires_grad_() for n in self.params}
 
     def step(self, gradients: Mapping[str, Tensor], width: int) -> None:
-        """One pass over each parameter with memory of its own, one over all the rest.
-
-        Few clients are not worth that many passes: all at once then, by torch's fused kernel.
-        """
-        parts = []
+        """One pass over each parameter with memory of its own, one over all the rest."""
+        self._clock += 1
+        corrections = adam_corrections(self._clock, self.dtype)
         for block in self._blocks:
             for run in _runs(block.layout, [n for n in block.layout.places if n in gradients]):
                 places = [block.layout.places[name] for name in run]
-                whole = len(run) == len(block.layout.shapes)
-                end = block.layout.length if whole else places[-1].stop
-                joint = _joined([_as_rows(gradients[n]) for n in run], places, end, self.dtype)
-                parts.append(_Part(block, joint, places[0].start))
-        numbers = sum(part.gradient.numel() for part in parts)
-        if self._gathers and numbers <= FEW * len(parts) and all(part.flat for part in parts):
-            self._at_once(parts, width)
-        else:
-            corrections = adam_corrections(self._clock + 1, self.dtype)
-            for part in parts:
-                self._pass(part, corrections)
-        self._clock += 1
+                joint = _joined([_as_rows(gradients[n]) for n in run], places, self.dtype)
+                self._pass(block, joint, slice(places[0].start, places[-1].stop), corrections)
 
-    def _at_once(self, parts: Sequence[_Part], width: int) -> None:
-        """The optimiser's step on whole blocks, by torch's fused kernel."""
-        blocks = {str(i): part.block for i, part in enumerate(parts)}
-        params = {n: block.values[:width] for n, block in blocks.items()}
-        gradients = {n: torch.empty_like(t) for n, t in params.items()}
-        torch._foreach_copy_(list(gradients.values()), [part.gradient for part in parts])
-        kept = [
-            {n: block.moments[i][:width] for n, block in blocks.items()}
-            for i in range(MOMENTS[self._settings.optimiser])
-        ]
-        fused_step(self._settings, params, gradients, Moments(self._clock.float(), kept))
-        halved = [(b.copy[:width], b.values[:width]) for b in blocks.values() if b.copy is not None]
-        if halved:
-            torch._foreach_copy_([copy for copy, _ in halved], [values for _, values in halved])
-
-    def _pass(self, part: _Part, corrections: Tensor) -> None:
+    def _pass(self, block: _Block, gradient: Tensor, place: slice, corrections: Tensor) -> None:
         """The optimiser's step on a range of a block; the whole of it is flat memory."""
-        block, gradient, start = part
-        width, numbers = gradient.shape
-        place = (slice(width), slice(start, start + numbers))
-        memory = [block.values[place], *(m[place] for m in block.moments)]
-        copy = None if block.copy is None else block.copy[place]
-        if part.flat:
-            row = math.gcd(numbers, ROW)
+        part, length = (slice(len(gradient)), place), block.values.shape[1]
+        memory = [block.values[part], *(m[part] for m in block.moments)]
+        copy = None if block.copy is None else block.copy[part]
+        if gradient.shape[1] == length:
+            row = math.gcd(length, ROW)
             memory, gradient = [t.reshape(-1, row) for t in memory], gradient.reshape(-1, row)
             copy = None if copy is None else copy.reshape(-1, row)
         self._update(memory[0], gradient, memory[1:], copy, corrections, self._settings)
@@ -292,30 +260,16 @@ class _Block:
         self.copy = torch.zeros_like(self.values, dtype=torch.bfloat16) if copied else None
 
 
-class _Part(NamedTuple):
-    """Gradients (W, ·) of parameters that follow one another in a block, from ``start`` on."""
-
-    block: _Block
-    gradient: Tensor
-    start: int
-
-    @property
-    def flat(self) -> bool:
-        """Whether it is all of the block."""
-        return self.gradient.shape[1] == self.block.layout.length
-
-
-def _joined(rows: list[Tensor], places: list[slice], end: int, dtype: torch.dtype) -> Tensor:
+def _joined(rows: list[Tensor], places: list[slice], dtype: torch.dtype) -> Tensor:
     """Gradients (W, ·) side by side as their parameters lie, gaps as zeros; a single one as is."""
     if len(rows) == 1:
         return rows[0]
-    parts, done = [], places[0].start
-    for part, place in zip(rows, [*places[1:], slice(end, end)], strict=True):
+    parts, end = [], places[0].start
+    for part, place in zip(rows, places, strict=True):
+        if place.start > end:
+            parts.append(part.new_zeros(len(part), place.start - end, dtype=dtype))
         parts.append(part.to(dtype))
-        done += part.shape[1]
-        if place.start > done:
-            parts.append(part.new_zeros(len(part), place.start - done, dtype=dtype))
-            done = place.start
+        end = place.stop
     return torch.cat(parts, dim=1)
 
 
