@@ -753,6 +753,22 @@ def test_large_models_train_fewer_at_once_on_a_cpu() -> None:
     assert trial.rule("single") == StackRule(1)
 
 
+def test_a_large_model_is_timed_with_as_many_clients_as_fit_uncompiled(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    """48 clients fit compiled, with 0.6 of what a forward pass leaves; uncompiled it is 1.3: 22."""
+    vit = models["vit_base_patch16"](models["vit_base_patch16"].Config(), InputSpec(3, 32, 32))
+    model, asked = Model(vit, LinearHead(vit.width, 5)), list[int]()
+    monkeypatch.setattr(Trial, "_widths", lambda self: StackRule(48, 16, 384))
+    monkeypatch.setattr(Trial, "_images_per_second", lambda self, width: asked.append(width) or 1.0)
+    for means in (Means(), Means(compile=True)):
+        trial = Trial(model, {}, means, torch.device("cuda"), 16, (3, 32, 32))
+        assert trial.rule() == StackRule(48, 16, 384)
+    assert asked == [1, 48, 1, 22]
+    monkeypatch.setattr(Trial, "_images_per_second", lambda self, width: -float(width))
+    assert trial.rule() == StackRule(1)
+
+
 def test_padding_of_a_round_is_counted() -> None:
     """Sizes 5, 3 and 2, batch 4, one epoch: of the exact stack 3 × 4 rows, then 1 × 4 (one image).
 

@@ -139,10 +139,12 @@ class Trial:
         """Whether ``width`` clients at once are faster than one after the other, by trying both.
 
         Small models always gain; a CPU gains too. On a GPU a large model is timed: forward and
-        backward pass, a few repetitions each.
+        backward pass, a few repetitions each. What is timed is not compiled, so fewer of them fit.
         """
         if width == 1 or self.device.type != "cuda" or self.model.num_parameters < LARGE:
             return True
+        if self.means.compile:
+            width = max(2, int(width * COMPILED / BACKWARD))
         alone, together = self._images_per_second(1), self._images_per_second(width)
         log.info(
             "Images per second of one client at a time: %.0f; of %d at once: %.0f.",
