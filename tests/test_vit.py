@@ -6,6 +6,7 @@ from dataclasses import dataclass
 
 import pytest
 import torch
+import torch.nn.functional as F
 from torch import Tensor
 
 from fedharmony.config import build
@@ -113,6 +114,32 @@ def test_stack_equals_single_models(dtype: torch.dtype, tol: float, long: bool) 
         grads = torch.autograd.grad((weights[k] * alone[0]).sum(), list(single.values()))
         expected = {name: grad[0] for name, grad in zip(single, grads, strict=True)}
         assert_close(unstack(stacked, k), expected, tol)
+
+
+@pytest.mark.parametrize("shape", [(3, 2, 5, 4), (3, 2, 4), (2, 1, 5, 4)])
+def test_norms_sum_their_gradients_by_image_or_at_once(
+    monkeypatch: pytest.MonkeyPatch, shape: tuple[int, ...]
+) -> None:
+    """Both forms: torch's layer norm of each client, its values and its gradients."""
+    generator = torch.Generator().manual_seed(0)
+    x, weight, bias = (
+        torch.randn(size, generator=generator, dtype=torch.float64).requires_grad_()
+        for size in (shape, (shape[0], 4), (shape[0], 4))
+    )
+    inputs, found = (x, weight, bias), []
+    for by_image in (None, False, True):
+        if by_image is None:
+            own = [F.layer_norm(x[m], (4,), weight[m], bias[m], 1e-6) for m in range(shape[0])]
+            y = torch.stack(own)
+        else:
+            monkeypatch.setattr(
+                "fedharmony.models.base.sums_by_image", lambda x, answer=by_image: answer
+            )
+            y = layer_norm(x, weight, bias, 1e-6)
+        found.append([y, *torch.autograd.grad(y.pow(3).sum(), inputs)])
+    for expected, at_once, by_image in zip(*found, strict=True):
+        torch.testing.assert_close(at_once, expected, rtol=1e-12, atol=1e-12)
+        torch.testing.assert_close(by_image, expected, rtol=1e-12, atol=1e-12)
 
 
 @pytest.mark.parametrize("class_only", [False, True])

@@ -35,33 +35,31 @@ class Plan:
             yield first, last, int((self.steps > first).sum())
 
 
-def costs(steps: Sequence[int], rows: int) -> list[int]:
+def costs(steps: Sequence[int], rows: int) -> Index:
     """What each step of a stack costs a GPU, in rows, of clients with so many steps and such rows.
 
     Beside its rows, every client costs about one (its weights are read and renewed), and every step
     as much as 64 (hundreds of small kernels, one after the other).
 
-    >>> costs([2, 1], rows=16)
+    >>> costs([2, 1], rows=16).tolist()
     [98, 81]
     """
-    return [sum(n > step for n in steps) * (rows + 1) + 64 for step in range(max(steps))]
+    widths = len(steps) - np.searchsorted(sorted(steps), np.arange(max(steps)), side="right")
+    return np.asarray(widths * (rows + 1) + 64)
 
 
-def beside_from(first: Sequence[int], others: int) -> int:
+def beside_from(first: Index, others: int) -> int:
     """The step of the first stack from which on other stacks run beside it: both end together.
 
     Beside each other both run at about half their speed. What a wide stack leaves free is little,
     so they meet at the narrow end of the first.
 
-    >>> beside_from([9, 9, 4, 2, 2], others=5), beside_from([9, 9], others=30)
-    (2, 0)
+    >>> first = np.array([9, 9, 4, 2, 2])
+    >>> beside_from(first, others=5), beside_from(first, others=4), beside_from(first, others=30)
+    (2, 3, 0)
     """
-    left = 0
-    for step in reversed(range(len(first))):
-        left += first[step]
-        if left >= others:
-            return step
-    return 0
+    left = first[::-1].cumsum()
+    return max(0, len(first) - 1 - int(np.searchsorted(left, others)))
 
 
 def plan_batches(orders: Sequence[Index], batch_size: int) -> Plan:

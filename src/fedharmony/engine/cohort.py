@@ -197,7 +197,7 @@ class Cohort:
             costs([self.steps(k) for k in messages], self.rows(self._by_size(messages)[0]))
             for messages in stacks
         )
-        alone = beside_from(first_costs, sum(map(sum, others)))
+        alone = beside_from(first_costs, sum(int(each.sum()) for each in others))
         works: dict[int, Work] = {}
         trained: dict[int, Trained] = {}
 

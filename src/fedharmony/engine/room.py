@@ -77,6 +77,8 @@ class StackRule:
         [[0, 1, 2], [3, 4], [5, 6, 7], [8]]
         >>> StackRule(2).stacks(range(3), [9, 5, 1])
         [[0, 1], [2]]
+        >>> [StackRule(4, 8, 32, alike=bits).stacks(range(3), [8, 6, 5]) for bits in (2, 1)]
+        [[[0], [1, 2]], [[0, 1, 2]]]
         """
         groups: dict[int, list[int]] = {}
         for client in clients:

@@ -250,7 +250,6 @@ class Method:
     # -- client -----------------------------------------------------------------------------------
 
     @stacked
-    @stacked
     def normalise(self, images: Tensor, message: Groups, draws: Mapping[str, Tensor]) -> Tensor:
         """Images (B, 3, H, W) uint8 to the float input the backbone expects.
 

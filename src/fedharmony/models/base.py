@@ -287,11 +287,17 @@ def layer_norm(x: Tensor, weight: Tensor, bias: Tensor, eps: float) -> Tensor:
         return F.layer_norm(x, width, _shared(weight), _shared(bias), eps)
     lead = [1] * (x.dim() - 2)
     weight, bias = (t.view(len(t), *lead, -1) for t in (weight, bias))
-    if x.device.type != "cpu":
-        # Gradients are then summed over an image, of known length, and over images last. Over all
-        # at once, code for any number of images divides by that number wherever it reads.
+    if sums_by_image(x):
         weight, bias = (t.expand(-1, x.shape[1], *[-1] * len(lead)) for t in (weight, bias))
     return torch.addcmul(bias, F.layer_norm(x, width, eps=eps), weight)
+
+
+def sums_by_image(x: Tensor) -> bool:
+    """Whether gradients of norms are summed over each image, of known length, and then over images.
+
+    Over all at once, code for any number of images divides by that number wherever it reads.
+    """
+    return x.device.type != "cpu"
 
 
 def dropout(x: Tensor, rate: float, seeds: Tensor, place: int) -> Tensor:
