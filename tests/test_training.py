@@ -242,6 +242,44 @@ def test_other_stacks_begin_at_the_narrow_end_of_the_first(
     assert largest_difference(state, plain) < 1e-5
 
 
+@pytest.mark.parametrize("name", methods.names())
+def test_messages_in_any_order_reach_their_clients(name: str) -> None:
+    """A stack is ordered by size, whatever the order of its messages: nobody gets another's."""
+    toy = Toy(name, sizes=(3, 13, 1, 9), rounds=2, dtype=torch.float64)
+    state, _ = toy.run()
+    stage = toy.method.stages(2)[-1]
+    sent = stage.broadcast(state, 2, range(4))
+    found = []
+    for order in (range(4), (2, 0, 3, 1)):
+        replies = toy.trainer.run(stage, 2, {k: sent[k] for k in order})
+        assert [reply.client for reply in replies] == list(order)
+        found.append({reply.client: reply.record for reply in replies})
+    for client, record in found[0].items():
+        assert largest_difference(record, found[1][client]) == 0
+
+
+def test_what_losses_carry_is_made_from_each_clients_own_message() -> None:
+    """Clients get their number of images told; the view of each has the same number."""
+    seen: list[list[tuple[int, int]]] = []
+
+    class Told(methods["fedavg"]):  # type: ignore[misc]
+        def broadcast(self, state: Record, round: int, clients: Any) -> Any:
+            messages = super().broadcast(state, round, clients)
+            told = {k: {"size": torch.tensor(toy.sizes[k])} for k in clients}
+            return {k: message.replace({"told": told[k]}) for k, message in messages.items()}
+
+        def carries(self, views: Any, messages: Any) -> Any:
+            pairs = zip(views, messages, strict=True)
+            seen.append([(v.examples, int(m.groups["told"]["size"])) for v, m in pairs])
+            return super().carries(views, messages)
+
+    toy = Toy(method_class=Told, sizes=(3, 13, 1, 9))
+    stage = toy.method.stages(0)[0]
+    sent = stage.broadcast(toy.initial(), 0, range(4))
+    toy.trainer.run(stage, 0, sent)
+    assert seen == [[(n, n) for n in (13, 9, 3, 1)]]
+
+
 @pytest.mark.parametrize("means", [Means(), FIXED], ids=["exact", "fixed"])
 @pytest.mark.parametrize("name", ["fedavg", "fedharmony"])
 def test_a_client_that_diverges_is_left_out_by_name(
@@ -649,6 +687,8 @@ def test_the_optimisers_pass_knows_the_length_of_its_rows() -> None:
     lengths = {size[1] for sizes in shapes for size in sizes if len(size) == 2}
     assert lengths == {1024, 16, 8}  # 9,008 = 16 · 563
     assert len(shapes) == 3
+    read = {name: leaf.dtype for name, leaf in lanes.leaves(2).items()}  # large, but not halved: p
+    assert read == {"m.weight": torch.bfloat16, "b": torch.float32, "p": torch.float32}
 
 
 def test_an_optimiser_that_cannot_be_compiled_runs_as_it_is(
