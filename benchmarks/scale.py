@@ -262,22 +262,25 @@ def main() -> None:
     wanted = options.tables or ["clients", "labels", "table"]
     cuda = options.device.startswith("cuda")
     result: dict[str, Any] = {
-        "date": datetime.now(UTC).date().isoformat(),
         "machine": f"{platform.machine()}, {os.cpu_count()} cores",
         "threads": options.threads,
         "device": torch.cuda.get_device_name() if cuda else "cpu",
         "torch": torch.__version__,
     }
+    file = Path(__file__).parent / "results" / "scale.json"
+    kept = json.loads(file.read_text()) if file.exists() else {}
     if "clients" in wanted:
         result["clients"] = by_clients(options.device, options.rounds)
     if "labels" in wanted:
         result["labels"] = by_labels(options.device, options.rounds)
     if "table" in wanted:
         result["table"] = one_table(options.device)
-    folder = Path(__file__).parent / "results"
-    folder.mkdir(exist_ok=True)
-    (folder / "scale.json").write_text(json.dumps(result, indent=1) + "\n")
     print_tables(result)
+    # Tables that were not asked for stay, if they were made in the same way.
+    same = all(kept.get(name) == result[name] for name in ("machine", "threads", "device", "torch"))
+    result["date"] = datetime.now(UTC).date().isoformat()
+    file.parent.mkdir(exist_ok=True)
+    file.write_text(json.dumps({**(kept if same else {}), **result}, indent=1) + "\n")
 
 
 if __name__ == "__main__":
