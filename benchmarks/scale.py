@@ -257,6 +257,7 @@ def main() -> None:
     parser.add_argument("--device", default="cpu")
     parser.add_argument("--rounds", type=int, default=5)
     parser.add_argument("--threads", type=int, default=1)
+    parser.add_argument("--out", type=Path, default=Path(__file__).parent / "results")
     options = parser.parse_args()
     torch.set_num_threads(options.threads)
     wanted = options.tables or ["clients", "labels", "table"]
@@ -267,7 +268,7 @@ def main() -> None:
         "device": torch.cuda.get_device_name() if cuda else "cpu",
         "torch": torch.__version__,
     }
-    file = Path(__file__).parent / "results" / "scale.json"
+    file = options.out / "scale.json"
     kept = json.loads(file.read_text()) if file.exists() else {}
     if "clients" in wanted:
         result["clients"] = by_clients(options.device, options.rounds)
@@ -279,7 +280,7 @@ def main() -> None:
     # Tables that were not asked for stay, if they were made in the same way.
     same = all(kept.get(name) == result[name] for name in ("machine", "threads", "device", "torch"))
     result["date"] = datetime.now(UTC).date().isoformat()
-    file.parent.mkdir(exist_ok=True)
+    options.out.mkdir(exist_ok=True)
     file.write_text(json.dumps({**(kept if same else {}), **result}, indent=1) + "\n")
 
 

@@ -19,10 +19,14 @@ BENCHMARKS = Path(__file__).parents[1] / "benchmarks"
 TINY = ("--device", "cpu", "--side", "16", "--images", "4", "--out")
 
 
-def result(script: str, folder: Path, *options: str) -> Any:
-    command = [sys.executable, str(BENCHMARKS / f"{script}.py"), *options, *TINY, str(folder)]
+def run(script: str, *options: str) -> None:
+    command = [sys.executable, str(BENCHMARKS / f"{script}.py"), *options]
     done = subprocess.run(command, capture_output=True, text=True, check=False, timeout=120)
     assert done.returncode == 0, done.stderr
+
+
+def result(script: str, folder: Path, *options: str) -> Any:
+    run(script, *options, *TINY, str(folder))
     return json.loads((folder / f"{script}.json").read_text())
 
 
@@ -50,6 +54,21 @@ def test_whole_rounds_are_measured_beside_training_in_one_place(tmp_path: Path) 
     assert profile["phase"]["training steps"] > 0
 
 
+def test_one_table_of_scale_leaves_the_others_alone(tmp_path: Path) -> None:
+    """Those made in the same way; those of another number of threads are no company for it."""
+    file = tmp_path / "scale.json"
+    file.write_text(json.dumps({"threads": 7, "labels": ["others"]}))
+    run("scale", "table", "--out", str(tmp_path))
+    made = json.loads(file.read_text())
+    assert "labels" not in made
+    assert made["table"]["clients"] == 41_131
+    file.write_text(json.dumps({**made, "labels": ["mine"], "table": {}}))
+    run("scale", "table", "--out", str(tmp_path))
+    again = json.loads(file.read_text())
+    assert again["labels"] == ["mine"]
+    assert again["table"]["clients"] == 41_131
+
+
 def test_steps_of_fixed_shape_are_timed_one_by_one(monkeypatch: pytest.MonkeyPatch) -> None:
     """Clients of 9 and 4 images, batches of 4: both train for four steps, then one for two more."""
     monkeypatch.syspath_prepend(str(BENCHMARKS))
@@ -57,7 +76,9 @@ def test_steps_of_fixed_shape_are_timed_one_by_one(monkeypatch: pytest.MonkeyPat
 
     toy = Toy(sizes=(9, 4), rounds=1, means=Means(fixed=True))
     toy.run()
-    run = SimpleNamespace(loop=SimpleNamespace(transport=toy.transport), device=torch.device("cpu"))
-    found = times_of_steps(run)
+    watched = SimpleNamespace(
+        loop=SimpleNamespace(transport=toy.transport), device=torch.device("cpu")
+    )
+    found = times_of_steps(watched)
     assert set(found) == {"2 x 4", "1 x 4"}
     assert all(seconds > 0 for seconds in found.values())

@@ -175,12 +175,14 @@ def test_clusters_found_on_a_device_are_those_of_the_cpu(monkeypatch):
     matrix = matrix + 0.02 * (noise + noise.mT)
     matrix[8], matrix[:, 8] = 0, 0
     here = spectral_clusters(matrix, 3, seed=0)
+    lengths = []
 
-    def partition(affinity, groups, seed, n_init):
-        vectors = _eigenvectors_on_device(affinity, groups)
-        rows = torch.nn.functional.normalize(vectors, dim=1)
-        return k_means(rows, groups, seed, n_init=n_init).numpy()
+    def watched(rows, *args, **options):
+        lengths.append(rows.norm(dim=1))
+        return k_means(rows, *args, **options)
 
-    monkeypatch.setattr(module, "_partition_on_cpu", partition)
+    monkeypatch.setattr(module, "k_means", watched)
+    monkeypatch.setattr(module, "_partition_on_cpu", module._partition_on_device)
     assert here.tolist() == [0] * 4 + [1] * 4 + [-1] + [2] * 4
     assert torch.equal(spectral_clusters(matrix, 3, seed=0), here)
+    torch.testing.assert_close(lengths, [torch.ones(12, dtype=F64)])

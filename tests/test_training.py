@@ -474,6 +474,23 @@ def test_losses_and_norms_are_taken_in_full_precision(monkeypatch: pytest.Monkey
     assert seen == {("outputs", torch.float32), ("gradient", torch.float32)}
 
 
+@pytest.mark.parametrize("half", [False, True])
+def test_images_come_in_the_precision_of_products(
+    monkeypatch: pytest.MonkeyPatch, half: bool
+) -> None:
+    """In training and in the pass after it: what products would round them to anyway."""
+    seen: set[tuple[bool, torch.dtype]] = set()
+    apply = Model.apply
+
+    def watched(self: Model, params: Any, images: Tensor, *inputs: Any) -> Tensor:
+        seen.add((torch.is_grad_enabled(), images.dtype))
+        return apply(self, params, images, *inputs)
+
+    monkeypatch.setattr(Model, "apply", watched)
+    Toy("fedharmony", rounds=1, means=Means(half=half, fixed=True)).run()
+    assert seen == {(grad, torch.bfloat16 if half else torch.float32) for grad in (False, True)}
+
+
 def test_a_parameter_without_gradient_stays() -> None:
     """Like torch's optimisers, which skip it: no decay, no momentum."""
     received = {name: torch.ones(1, 2) for name in ("a", "b", "c")}
@@ -658,11 +675,11 @@ def test_a_piece_that_cannot_be_compiled_runs_as_it_is(caplog: pytest.LogCapture
 
 
 def test_the_optimisers_pass_knows_the_length_of_its_rows() -> None:
-    """Code for memory of any length moves a number at a time: half as fast on a GPU.
+    """Code for memory of any length was half as fast on a GPU.
 
     Flat memory is shown as rows of as many numbers as divide its length, up to 1,024: two clients'
-    matrix of 96 × 64 = 6 · 1,024 numbers as 12 rows. The sum of a pass is that of all its numbers.
-    Another number of clients is no reason to compile again.
+    matrix of 96 × 64 = 6 · 1,024 numbers as 12 rows. Another number of clients is no reason to
+    compile again.
     """
     shapes: list[list[tuple[int, ...]]] = []
 
@@ -792,6 +809,26 @@ def test_large_models_train_fewer_at_once_on_a_cpu() -> None:
     trial = Trial(model, weights, Means(), torch.device("cpu"), 16, (3, 32, 32))
     assert trial.rule() == trial.rule("stacked") == StackRule(2, 16, 2)
     assert trial.rule("single") == StackRule(1)
+
+
+@pytest.mark.parametrize(
+    ("free", "rule"),
+    [(10**11, StackRule(48, 16, 384, 2147, alike=1)), (10**10, StackRule(44, 16, 266, 0, alike=1))],
+)
+def test_widths_on_a_gpu_follow_from_free_memory(
+    monkeypatch: pytest.MonkeyPatch, free: int, rule: StackRule
+) -> None:
+    """A million weights, five copies: 20 MB a client, and 10 MB an image; 0.8 of what is free.
+
+    Of 80 GB, 444 clients with 16 images fit: 48 are enough, and two stacks of them, 2³³ bytes of
+    replies being 2,147 · 4 MB; eight times as many with one image each. Of 8 GB, 44 fit, and 266
+    with one image (30 MB); not two stacks.
+    """
+    monkeypatch.setattr(torch.cuda, "mem_get_info", lambda device: (free, free))
+    monkeypatch.setattr(Trial, "_bytes_per_image", lambda self: 10**7)
+    params = {"w": torch.zeros(10**6)}
+    gpu = torch.device("cuda")
+    assert Trial(small_vit(), params, Means(graphs=True), gpu, 16, (3, 8, 8)).rule() == rule
 
 
 def test_a_large_model_is_timed_with_as_many_clients_as_fit_uncompiled(

@@ -136,6 +136,7 @@ def test_norms_sum_their_gradients_by_image_or_at_once(
                 "fedharmony.models.base.sums_by_image", lambda x, answer=by_image: answer
             )
             y = layer_norm(x, weight, bias, 1e-6)
+            assert ("Expand" in str(y.grad_fn.next_functions)) == by_image
         found.append([y, *torch.autograd.grad(y.pow(3).sum(), inputs)])
     for expected, at_once, by_image in zip(*found, strict=True):
         torch.testing.assert_close(at_once, expected, rtol=1e-12, atol=1e-12)

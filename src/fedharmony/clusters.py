@@ -132,12 +132,8 @@ def _thread_pools() -> ThreadpoolController:
 
 def _partition(affinity: Tensor, groups: int, seed: int, n_init: int) -> npt.NDArray[np.intp]:
     """Steps 2 to 5 of Algorithm 1, for labels that all have a neighbour."""
-    if affinity.device.type == "cpu":
-        found = _partition_on_cpu(affinity, groups, seed, n_init)
-    else:
-        vectors = _eigenvectors_on_device(affinity, groups)
-        rows = F.normalize(vectors, dim=1)
-        found = k_means(rows, groups, seed, n_init=n_init).cpu().numpy()
+    partition = _partition_on_cpu if affinity.device.type == "cpu" else _partition_on_device
+    found = partition(affinity, groups, seed, n_init)
     _, first_seen, index = np.unique(found, return_index=True, return_inverse=True)
     order: npt.NDArray[np.intp] = first_seen.argsort().argsort()[index]
     return order
@@ -159,6 +155,14 @@ def _partition_on_cpu(
         found: npt.NDArray[np.integer[Any]] = KMeans(
             groups, n_init=n_init, random_state=seed
         ).fit_predict(rows)
+    return found
+
+
+def _partition_on_device(
+    affinity: Tensor, groups: int, seed: int, n_init: int
+) -> npt.NDArray[np.integer[Any]]:
+    rows = F.normalize(_eigenvectors_on_device(affinity, groups), dim=1)
+    found: npt.NDArray[np.integer[Any]] = k_means(rows, groups, seed, n_init=n_init).cpu().numpy()
     return found
 
 

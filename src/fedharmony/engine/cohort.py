@@ -220,9 +220,9 @@ class Cohort:
                 ahead = next((i for i in range(1, len(stacks)) if i not in works), None)
                 if ahead is None:
                     time.sleep(PAUSE)
-                    continue
-                with second.inside():
-                    prepared(ahead)
+                else:
+                    with second.inside():
+                        prepared(ahead)
                 continue
             for side in ready:
                 if not side.advance():

@@ -11,6 +11,7 @@ The hooks, in the order in which a round meets them::
     server  stages(round)                         usually one: "update"
             broadcast(state, round, clients)      one message per client (shared parts by reference)
     client  carry(view, message)                  what the loss carries from batch to batch
+            carries(views, messages)              the same of a stack at once, if that is faster
             draw(generator, images)               random numbers of one batch
             normalise(images, message, draws)     uint8 -> float
             inputs(batch, message, received)      what the head reads beside the image
@@ -37,7 +38,7 @@ from torch import Tensor
 
 from fedharmony.aggregate import ModelMean
 from fedharmony.losses import Batch, LossSettings, task_loss
-from fedharmony.models.base import Head
+from fedharmony.models.base import Head, stack
 from fedharmony.models.heads import LinearHead
 from fedharmony.registry import Registry
 from fedharmony.types import BUFFERS, PARAMS, Record, Reply, Tensors
@@ -266,8 +267,7 @@ class Method:
 
     def carries(self, views: Sequence[ClientView], messages: Sequence[Record]) -> Tensors:
         """The same of a stack of clients, (M, ...) each; there may be a faster way than each."""
-        found = [self.carry(view, message) for view, message in zip(views, messages, strict=True)]
-        return {name: torch.stack([one[name] for one in found]) for name in found[0]}
+        return stack([self.carry(v, message) for v, message in zip(views, messages, strict=True)])
 
     def draw(self, generator: torch.Generator, images: int) -> Tensors:
         """The random numbers of one batch of one client, (images, ...) each, on the CPU.
