@@ -81,16 +81,17 @@ def kernels_of_round(run: Run) -> tuple[dict[str, float], list[dict[str, Any]]]:
 def times_of_steps(run: Run) -> dict[str, float]:
     """Seconds of a step by its shape, where steps are programs of fixed shape."""
     found = {}
-    for trainer in run.loop.transport.cohort._trainers:  # type: ignore[attr-defined]
-        for bound in trainer._bound.values():
-            for (width, rows), program in bound.programs.items():
-                program(program._fed)
-                synchronise(run.device)
-                began = time.perf_counter()
-                for _ in range(REPEATED):
-                    program(program._fed)
-                synchronise(run.device)
-                found[f"{width} x {rows}"] = (time.perf_counter() - began) / REPEATED
+    trainer = run.loop.transport.cohort.trainer  # type: ignore[attr-defined]
+    for state in trainer._states.values():
+        for (width, rows, folds), program in state.programs.items():
+            program(program._placed)
+            synchronise(run.device)
+            began = time.perf_counter()
+            for _ in range(REPEATED):
+                program(program._placed)
+            synchronise(run.device)
+            name = f"{width} x {rows}{', last epoch' if folds else ''}"
+            found[name] = (time.perf_counter() - began) / REPEATED
     return found
 
 
@@ -103,12 +104,12 @@ def profile_round(run: Run, title: str, out: Path) -> None:
     cohort = run.loop.transport.cohort  # type: ignore[attr-defined]
     parts = [
         (run.method, "broadcast", "messages: consensus, teachers"),
-        (cohort, "run", "training steps"),
-        (cohort, "run_abreast", "training steps"),
-        (cohort, "_work", "batches, carries"),
-        (cohort, "_answers", "replies"),
-        (cohort, "_sweep", "pass over local data"),
-        *((trainer, "_bind", "received model to all clients") for trainer in cohort._trainers),
+        (cohort, "run", "replies"),
+        (cohort.trainer, "train", "training steps"),
+        (cohort.trainer, "_prepared", "received model to all clients, carries"),
+        (cohort.data, "epochs", "batches"),
+        (cohort.data, "upload", "batches"),
+        (cohort.sweeper, "sweep", "pass over local data"),
     ]
     if hasattr(run.method, "clusters"):
         parts.append((run.method, "clusters", "label clusters"))

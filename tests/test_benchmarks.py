@@ -12,7 +12,7 @@ from typing import Any
 import pytest
 import torch
 
-from fedharmony.engine.training import Means
+from fedharmony.engine.means import Means
 from toy import Toy
 
 BENCHMARKS = Path(__file__).parents[1] / "benchmarks"

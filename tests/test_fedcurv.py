@@ -18,7 +18,7 @@ from torch import Tensor
 
 from fedharmony.config import build, read_toml
 from fedharmony.data.base import LabelledImages, TensorImages
-from fedharmony.engine import cohort as engine
+from fedharmony.engine import sweeping as engine
 from fedharmony.engine.cohort import Cohort
 from fedharmony.engine.federation import Event, FederationSettings
 from fedharmony.engine.optimise import TrainSettings
@@ -985,14 +985,14 @@ def test_gradients_stay_within_their_room(monkeypatch: pytest.MonkeyPatch) -> No
     room = 3 * 4 * toy.model.num_parameters
     monkeypatch.setitem(engine.GRADIENT_BYTES, "cpu", room)
     seen: list[int] = []
-    compute = toy.trainer._gradients
+    compute = toy.trainer.sweeper._gradients
 
     def watched(*args: Any) -> dict[str, Tensor]:
         found = compute(*args)
         seen.append(sum(t.nbytes for t in found.values()))
         return found
 
-    monkeypatch.setattr(toy.trainer, "_gradients", watched)
+    monkeypatch.setattr(toy.trainer.sweeper, "_gradients", watched)
     tight, _ = toy.run()
     assert max(seen) <= room
     monkeypatch.undo()

@@ -113,6 +113,22 @@ def test_sweep_is_equation_two_on_the_whole_set() -> None:
         torch.testing.assert_close(result["marginal"], torch.tensor([0.5, 0.25, 0.25]))
 
 
+def test_correlations_measured_during_training_are_those_of_the_last_epoch() -> None:
+    """A model that hardly moves gives the same scores during its last epoch and after it."""
+    found = {}
+    for measured in ("after", "during"):
+        for lr in (1e-12, 0.05):
+            toy = Toy("fedharmony", {"measured": measured}, rounds=1, lr=lr, sizes=(20, 7, 1, 13))
+            stage = toy.method.stages(0)[0]
+            sent = stage.broadcast(toy.initial(), 0, range(4))
+            replies = list(toy.transport.exchange(stage, 0, sent))
+            found[measured, lr] = [Record({"r": r.record.get("correlation")}) for r in replies]
+    still = zip(found["after", 1e-12], found["during", 1e-12], strict=True)
+    moving = zip(found["after", 0.05], found["during", 0.05], strict=True)
+    assert all(largest_difference(a, b) < 1e-6 for a, b in still)
+    assert max(largest_difference(a, b) for a, b in moving) > 1e-3
+
+
 def test_sweep_of_one_image_is_zero() -> None:
     result = fold_all(method(), torch.tensor([[2.0, -1.0, 0.3]]), 2)
     torch.testing.assert_close(result["upper"], torch.zeros(6), atol=1e-6, rtol=0)

@@ -94,7 +94,7 @@ def test_statistics_are_those_of_numpy(stack: int) -> None:
     toy = Toy("fedrdn", stack=stack, rounds=1)
     table = toy.run()[0].get(TABLE)
     pixels = toy.data.images.pixels.numpy().astype(np.float64) / 255
-    for k, own in enumerate(toy.trainer.clients):
+    for k, own in enumerate(toy.trainer.data.clients):
         per_image = pixels[own].reshape(len(own), 3, -1)
         np.testing.assert_allclose(table["mean"][k], per_image.mean(2).mean(0), rtol=2e-7)
         np.testing.assert_allclose(table["std"][k], per_image.std(2).mean(0), rtol=2e-7)

@@ -82,7 +82,7 @@ def test_resumes_to_the_bit_from_any_round(name: str, tmp_path: Path) -> None:
     for done in (1, 2, 3):
         state = load_record(tmp_path / f"{done}")
         fresh = Toy(name, rounds=4, cohort=3, memory=tmp_path / "memory")
-        fresh.trainer.memory.rewind(done)
+        fresh.trainer.data.memory.rewind(done)
         assert same_bits(whole, fresh.loop().run(state, done, lambda e: None, lambda t, s: None))
 
 

@@ -450,7 +450,7 @@ def test_drop_outs_are_left_out_of_the_calibration() -> None:
     state, events = toy.run()
     lost = events[-1]["dropped"]
     assert 2 <= len(lost) <= 5
-    there = [i for k, own in enumerate(toy.trainer.clients) if k not in lost for i in own]
+    there = [i for k, own in enumerate(toy.trainer.data.clients) if k not in lost for i in own]
     assert largest(state, ridge(toy, state, there)) < 1e-8
     assert largest(state, ridge(toy, state, range(60))) > 1e-3
 

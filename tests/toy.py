@@ -16,10 +16,10 @@ from fedharmony.data.augment import AugmentSettings
 from fedharmony.data.base import LabelledImages, TensorImages
 from fedharmony.engine.cohort import Cohort
 from fedharmony.engine.federation import Federation, FederationSettings
+from fedharmony.engine.means import Means
 from fedharmony.engine.memory import ClientMemory
 from fedharmony.engine.optimise import TrainSettings
 from fedharmony.engine.sampling import draw_schedule
-from fedharmony.engine.training import Means
 from fedharmony.losses import LossSettings
 from fedharmony.methods.base import Method, Task, methods
 from fedharmony.models.base import Backbone, InputSpec, Model, Shapes, linear

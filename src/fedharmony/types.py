@@ -190,12 +190,14 @@ class Reply:
         record: what it sends.
         finite: whether all values of the record are finite, if that is known: a stack of clients
             is looked at once, instead of each of them.
+        saved: whether it comes from the plain path, because the fast one failed.
     """
 
     client: int
     examples: int
     record: Record
     finite: bool | None = None
+    saved: bool = False
 
 
 @dataclass(frozen=True)

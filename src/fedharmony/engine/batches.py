@@ -28,38 +28,38 @@ class Plan:
     index: Index
     steps: Index
 
-    def segments(self) -> Iterator[tuple[int, int, int]]:
-        """``(first, last, width)``: steps first…last−1 belong to the first ``width`` clients."""
-        ends = sorted({int(s) for s in self.steps} - {0})
+    def segments(self, epochs: int | None = None) -> Iterator[tuple[int, int, int, bool]]:
+        """``(first, last, width, final)``: steps first…last−1 belong to the first clients.
+
+        Where the number of ``epochs`` is given, ``final`` tells whether one of them is in its last.
+
+        >>> plan = plan_batches([np.zeros((2, 3), int), np.zeros((2, 1), int)], batch_size=2)
+        >>> list(plan.segments()), list(plan.segments(epochs=2))
+        ([(0, 2, 2, False), (2, 4, 1, False)], [(0, 1, 2, False), (1, 2, 2, True), (2, 4, 1, True)])
+        """
+        marks = {int(s) for s in self.steps} - {0}
+        final = np.zeros(len(self.index), dtype=bool)
+        if epochs is not None:
+            final[:] = self.final_epoch(epochs, len(self.steps)).any(axis=1)
+            marks |= {int(t) + 1 for t in np.flatnonzero(final[1:] != final[:-1])}
+        ends = sorted(marks)
         for first, last in zip([0, *ends], ends, strict=False):
-            yield first, last, int((self.steps > first).sum())
+            yield first, last, int((self.steps > first).sum()), bool(final[first])
 
+    def widened(self, size: int) -> Index:
+        """The image indices with padding for ``size`` clients, (S, size, B)."""
+        steps, clients, rows = self.index.shape
+        wide = np.full((steps, size, rows), -1, dtype=np.int64)
+        wide[:, :clients] = self.index
+        return wide
 
-def costs(steps: Sequence[int], rows: int) -> Index:
-    """What each step of a stack costs a GPU, in rows, of clients with so many steps and such rows.
-
-    Beside its rows, every client costs about one (its weights are read and renewed), and every step
-    as much as 64 (hundreds of small kernels, one after the other).
-
-    >>> costs([2, 1], rows=16).tolist()
-    [98, 81]
-    """
-    widths = len(steps) - np.searchsorted(sorted(steps), np.arange(max(steps)), side="right")
-    return np.asarray(widths * (rows + 1) + 64)
-
-
-def beside_from(first: Index, others: int) -> int:
-    """The step of the first stack from which on other stacks run beside it: both end together.
-
-    Beside each other both run at about half their speed. What a wide stack leaves free is little,
-    so they meet at the narrow end of the first.
-
-    >>> first = np.array([9, 9, 4, 2, 2])
-    >>> beside_from(first, others=5), beside_from(first, others=4), beside_from(first, others=30)
-    (2, 3, 0)
-    """
-    left = first[::-1].cumsum()
-    return max(0, len(first) - 1 - int(np.searchsorted(left, others)))
+    def final_epoch(self, epochs: int, size: int) -> npt.NDArray[np.float32]:
+        """(S, size): 1 at the steps of each client's last epoch."""
+        step = np.arange(len(self.index))[:, None]
+        inside = (step < self.steps) & (step >= self.steps - self.steps // epochs)
+        final = np.zeros((len(self.index), size), dtype=np.float32)
+        final[:, : len(self.steps)] = inside
+        return final
 
 
 def plan_batches(orders: Sequence[Index], batch_size: int) -> Plan:
@@ -73,7 +73,7 @@ def plan_batches(orders: Sequence[Index], batch_size: int) -> Plan:
     >>> plan.index.tolist()
     [[[4, 5], [9, -1]], [[6, -1], [-1, -1]]]
     >>> list(plan.segments())
-    [(0, 1, 2), (1, 2, 1)]
+    [(0, 1, 2, False), (1, 2, 1, False)]
     """
     per_epoch = [-(-order.shape[1] // batch_size) for order in orders]
     steps = np.array(

@@ -56,12 +56,15 @@ class Tally:
     reported: list[int] = field(default_factory=list)
     dropped: list[int] = field(default_factory=list)
     failures: list[Failure] = field(default_factory=list)
+    saved: list[int] = field(default_factory=list)
     weights: dict[int, float] = field(default_factory=dict)
     log: dict[str, float] = field(default_factory=dict)
 
     def count(self, reply: Reply, epochs: int) -> None:
         """Add a good reply; ``epochs`` is 0 for a stage without training."""
         self.bytes_up += reply.record.nbytes
+        if reply.saved:
+            self.saved.append(reply.client)
         if epochs:
             self.reported.append(reply.client)
             self.examples += reply.examples
@@ -78,6 +81,8 @@ class Tally:
             "reported": sorted(self.reported),
             "dropped": self.dropped,
             "failures": [asdict(f) for f in sorted(self.failures, key=lambda f: f.client)],
+            # Clients whose fast path failed, and who were trained again on the plain one.
+            "saved": sorted(self.saved),
             "examples": self.examples,
             "images": self.images,
             # Share of the rows that clients computed on without an image in them.

@@ -1,30 +1,26 @@
 """The memory of a stack of clients while they train: parameters, moments, half-precision copies.
 
-Two arrangements of the same numbers. :class:`NamedLanes` is made for one stack: each parameter is
-one dense tensor (M, ...), and torch's fused kernels do the optimiser's step. :class:`PackedLanes`
-stays from stack to stack, at addresses that recorded programs may rely on, in blocks over which the
-optimiser passes fastest; what it gives back is one row per client.
+It stays from stack to stack, at addresses that recorded programs may rely on, in blocks over which
+the optimiser passes fastest; what it gives back is one row per client.
 """
 
 from __future__ import annotations
 
 import math
 from collections.abc import Mapping, Sequence
-from typing import NamedTuple, Protocol
+from typing import NamedTuple
 
 import torch
 from torch import Tensor
 
+from fedharmony.engine.gpu.compiled import CompiledRows
 from fedharmony.engine.optimise import (
     MOMENTS,
-    Moments,
     TrainSettings,
     adam_corrections,
     adam_step,
-    fused_step,
     sgd_step,
 )
-from fedharmony.models.compiled import CompiledRows
 from fedharmony.types import Layout, Packed, Tensors
 
 #: Parameters with so many numbers have memory of their own, and the optimiser a pass for each.
@@ -40,14 +36,14 @@ class Trained(NamedTuple):
         params: (M, ...) each.
         each: the same of each client.
         losses: (M,) summed over steps.
-        finite: (M,) whether all values of a client are finite, if it was looked at.
+        finite: (M,) whether all values of a client are finite.
         rows: rows computed in all, padding included.
     """
 
     params: Tensors
     each: Sequence[Mapping[str, Tensor]]
     losses: Tensor
-    finite: Tensor | None = None
+    finite: Tensor
     rows: int = 0
 
 
@@ -57,79 +53,14 @@ def all_finite(values: Tensor) -> Tensor:
     >>> all_finite(torch.tensor([[1.0, 2.0], [torch.inf, 0.0], [0.0, torch.nan]])).tolist()
     [True, False, False]
     """
-    least, most = values.flatten(1).aminmax(dim=1)  # a NaN is the least and the most
+    if not values.is_floating_point():
+        return torch.ones(len(values), dtype=torch.bool, device=values.device)
+    least, most = values.reshape(len(values), -1).aminmax(dim=1)  # a NaN is both
     return least.isfinite() & most.isfinite()
 
 
-class Lanes(Protocol):
-    """M clients side by side.
-
-    Attributes:
-        size: how many clients there is room for.
-        params: (size, ...) each, in full precision.
-        dtype: of the parameters.
-        losses: (size,) summed over steps.
-    """
-
-    size: int
-    params: Tensors
-    dtype: torch.dtype
-    losses: Tensor
-
-    def leaves(self, width: int) -> Tensors:
-        """What the model reads of the first ``width`` clients and is differentiated by."""
-
-    def step(self, gradients: Mapping[str, Tensor], width: int) -> None:
-        """The optimiser's step of the first ``width`` clients; what has no gradient stays."""
-
-    def shift(self, moves: Mapping[str, Tensor], scale: float, width: int) -> None:
-        """``θ ← θ − scale · move`` for the first ``width`` clients, outside the optimiser."""
-
-    def save(self, first: int, last: int) -> None:
-        """Clients ``first`` … ``last − 1`` are done: keep them as they are now."""
-
-    def result(self, clients: int) -> Trained:
-        """What became of the first ``clients`` clients."""
-
-
-class NamedLanes:
-    """Lanes of one stack, dense by name; nothing is rounded up, so nothing needs saving."""
-
-    def __init__(self, received: Mapping[str, Tensor], settings: TrainSettings) -> None:
-        self.params = {name: tensor.clone() for name, tensor in received.items()}
-        some = next(iter(self.params.values()))
-        self.size, self.dtype = len(some), some.dtype
-        self.losses = torch.zeros(self.size, device=some.device)
-        self._settings, self._moments = settings, Moments.of(settings, self.params)
-
-    def leaves(self, width: int) -> Tensors:
-        """The parameters themselves."""
-        return {n: t[:width].requires_grad_() for n, t in self.params.items()}
-
-    def step(self, gradients: Mapping[str, Tensor], width: int) -> None:
-        """Torch's fused kernel, on all parameters at once."""
-        params = {n: self.params[n][:width] for n in gradients}
-        fused_step(self._settings, params, gradients, self._moments.first_clients(params, width))
-
-    def shift(self, moves: Mapping[str, Tensor], scale: float, width: int) -> None:
-        """In place."""
-        for name, move in moves.items():
-            self.params[name][:width].sub_(move, alpha=scale)
-
-    def save(self, first: int, last: int) -> None:
-        """Nobody goes on after the last step."""
-        raise AssertionError("lanes of exact width hold no client that is done")
-
-    def result(self, clients: int) -> Trained:
-        """Views: the lanes are not used again."""
-        params = {name: tensor.detach() for name, tensor in self.params.items()}
-        apart = {name: tensor.unbind(0) for name, tensor in params.items()}
-        each = [{n: t[m] for n, t in apart.items()} for m in range(clients)]
-        return Trained(params, each, self.losses)
-
-
-class PackedLanes:
-    """Lanes that stay, at addresses that recorded programs may rely on.
+class Lanes:
+    """M clients side by side: parameters, the optimiser's moments, sums of losses.
 
     Every half-precision matrix is a block (size, in, out) of its own, in the order in which
     products leave its gradient, so that its update is one pass over flat memory; so is every other
@@ -142,6 +73,10 @@ class PackedLanes:
         half: names of the parameters that the model reads in bfloat16.
         compile: whether the optimiser's pass is compiled.
         backend: of ``torch.compile``.
+
+    Attributes:
+        params: (size, ...) each, in full precision.
+        losses: (size,) summed over steps.
     """
 
     def __init__(
@@ -193,7 +128,10 @@ class PackedLanes:
         self._saved.clear()
 
     def leaves(self, width: int) -> Tensors:
-        """Half-precision copies where there are some, else the parameters."""
+        """What the model reads of the first ``width`` clients and is differentiated by.
+
+        Half-precision copies where there are some, else the parameters.
+        """
         found: Tensors = {}
         for block in self._blocks:
             read = block.values if block.copy is None else block.copy
@@ -201,7 +139,10 @@ class PackedLanes:
         return {n: found[n].detach().requires_grad_() for n in self.params}
 
     def step(self, gradients: Mapping[str, Tensor], width: int) -> None:
-        """One pass over each parameter with memory of its own, one over all the rest."""
+        """The optimiser's step of the first ``width`` clients; what has no gradient stays.
+
+        One pass over each parameter with memory of its own, one over all the rest.
+        """
         self._clock += 1
         corrections = adam_corrections(self._clock, self.dtype)
         for block in self._blocks:
@@ -222,7 +163,7 @@ class PackedLanes:
         self._update(memory[0], gradient, memory[1:], copy, corrections, self._settings)
 
     def shift(self, moves: Mapping[str, Tensor], scale: float, width: int) -> None:
-        """In place, copies too."""
+        """``θ ← θ − scale · move`` for the first ``width`` clients, outside the optimiser."""
         for block in self._blocks:
             copies = {} if block.copy is None else block.layout.views(block.copy)
             for name in block.layout.places:
@@ -236,11 +177,11 @@ class PackedLanes:
         return torch.cat([block.values[first:last] for block in self._blocks], dim=1)
 
     def save(self, first: int, last: int) -> None:
-        """One copy of the rows."""
+        """Clients ``first`` … ``last − 1`` are done: keep them as they are now."""
         self._saved.append((first, last, self._rows(first, last), self.losses[first:last].clone()))
 
     def result(self, clients: int) -> Trained:
-        """Packed copies: the lanes go on to other clients."""
+        """What became of the first ``clients`` clients, copied: other clients take their lanes."""
         rows, losses = self._rows(0, clients), self.losses[:clients].clone()
         for first, last, kept, lost in self._saved:
             rows[first:last], losses[first:last] = kept, lost

@@ -1,24 +1,19 @@
 """The local optimiser on stacked parameters: fresh each round, the same for all clients of a stack.
 
 Its memory is the stack's: moments carry the client axis, and a step may move the first clients
-only, those that still train. Two forms of the same arithmetic: :func:`fused_step` is torch's own
-fused kernel, called directly, because ``torch.optim`` ties its state to leaf tensors, which a
-shrinking stack replaces, and on its first step loads the compiler (more than a second on a CPU).
-:func:`adam_step` and :func:`sgd_step` also renew the bfloat16 copy that the model reads, and are
-compiled to one pass over memory.
+only, those that still train. ``torch.optim`` would tie its state to leaf tensors, which a shrinking
+stack replaces, and knows no bfloat16 copy to renew. Compiled, a step is one pass over memory.
 """
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass
-from typing import Annotated, Literal, NamedTuple
+from typing import Annotated, Literal
 
 import torch
 from annotated_types import Ge, Gt, Lt
 from torch import Tensor
-
-from fedharmony.types import Tensors
 
 #: Adam's decay rates and ε: its authors' and torch's.
 BETAS, EPSILON = (0.9, 0.999), 1e-8
@@ -46,81 +41,6 @@ class TrainSettings:
     lr: Annotated[float, Gt(0)] = 1e-4
     momentum: Annotated[float, Ge(0), Lt(1)] = 0.9
     weight_decay: Annotated[float, Ge(0)] = 0.0
-
-
-class Moments(NamedTuple):
-    """What the optimiser remembers of a stack of clients that took the same number of steps.
-
-    Attributes:
-        clock: steps taken.
-        kept: per moment (two of Adam, one of momentum, none of SGD) a tensor per parameter.
-    """
-
-    clock: Tensor
-    kept: list[Tensors]
-
-    @classmethod
-    def of(cls, settings: TrainSettings, params: Mapping[str, Tensor]) -> Moments:
-        """Before the first step."""
-        kept = [
-            {n: torch.zeros_like(t) for n, t in params.items()}
-            for _ in range(MOMENTS[settings.optimiser])
-        ]
-        return cls(torch.zeros((), device=next(iter(params.values())).device), kept)
-
-    def first_clients(self, names: Iterable[str], width: int) -> Moments:
-        """Of some parameters of the first ``width`` clients, as views."""
-        return Moments(self.clock, [{n: m[n][:width] for n in names} for m in self.kept])
-
-
-def fused_step(
-    settings: TrainSettings,
-    params: Mapping[str, Tensor],
-    gradients: Mapping[str, Tensor],
-    moments: Moments,
-) -> None:
-    """One step in place, by torch's fused kernel for all parameters at once.
-
-    >>> settings, params = TrainSettings(optimiser="sgd", lr=0.5), {"w": torch.tensor([[1.0]])}
-    >>> fused_step(settings, params, {"w": torch.tensor([[1.0]])}, Moments.of(settings, params))
-    >>> params["w"].tolist()
-    [[0.5]]
-    """
-    moments.clock.add_(1)
-    if not gradients:
-        return
-    leaves, kept = list(params.values()), [list(m.values()) for m in moments.kept]
-    found = [_like(gradients[n], t) for n, t in params.items()]
-    if settings.optimiser == "adam":
-        first, second = kept
-        torch._fused_adam_(
-            leaves,
-            found,
-            first,
-            second,
-            [],
-            [moments.clock] * len(leaves),
-            lr=settings.lr,
-            beta1=BETAS[0],
-            beta2=BETAS[1],
-            weight_decay=settings.weight_decay,
-            eps=EPSILON,
-            amsgrad=False,
-            maximize=False,
-        )
-        return
-    torch._fused_sgd_(
-        leaves,
-        found,
-        kept[0] if kept else [],
-        weight_decay=settings.weight_decay,
-        momentum=settings.momentum if kept else 0.0,
-        lr=settings.lr,
-        dampening=0.0,
-        nesterov=False,
-        maximize=False,
-        is_first_step=False,  # a ball at rest and a first step are the same
-    )
 
 
 def adam_step(
@@ -194,10 +114,3 @@ def clip_gradients(gradients: Sequence[Tensor], largest: float) -> None:
     scale = (largest / (norm + 1e-6)).clamp(max=1.0)
     for gradient in gradients:
         gradient.mul_(scale.view(-1, *[1] * (gradient.dim() - 1)))
-
-
-def _like(gradient: Tensor, param: Tensor) -> Tensor:
-    """A gradient in the type and memory order of its parameter: fused kernels read memory as is."""
-    if gradient.dtype == param.dtype and gradient.stride() == param.stride():
-        return gradient
-    return torch.empty_like(param).copy_(gradient)

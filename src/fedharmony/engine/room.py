@@ -1,19 +1,19 @@
-"""How many clients to train at once: what fits, what pays, and whether stacking pays at all."""
+"""How many clients to train at once: what fills the device and fits into it.
+
+No clock decides here: how clients are stacked shows in the last bits of a result.
+"""
 
 from __future__ import annotations
 
 import logging
-import time
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
-from typing import Literal
 
 import torch
 from torch import Tensor
 
-from fedharmony.engine.training import Means, rounded_up
+from fedharmony.engine.means import Means, rounded_up
 from fedharmony.models.base import Model
-from fedharmony.types import Tensors
 
 log = logging.getLogger(__name__)
 
@@ -30,12 +30,8 @@ COPIES = 5
 #: Memory of a training step per image, over what an uncompiled forward pass leaves behind: the
 #: backward pass needs some more; compiled, far less is left behind.
 BACKWARD, COMPILED = 1.3, 0.6
-#: Replies that may wait for those of a longer stack, in bytes.
-WAITING_BYTES = 1 << 33
-#: From this many parameters on, one client may fill a GPU by itself.
-LARGE = 50_000_000
-#: What the weights of a stack may occupy on a CPU (not a share of what is free: the bits of a run
-#: should not depend on that), and which share of the free memory of a GPU.
+#: What the weights of a stack may occupy on a CPU, and which share of a GPU's memory a stack. Not
+#: of what is free, unless that is less: the bits of a run should not depend on it.
 CPU_BYTES, GPU_SHARE = 1 << 32, 0.8
 
 
@@ -48,8 +44,6 @@ class StackRule:
         batch_size: rows of a full batch.
         widest: most clients at once, however few rows they have; none means ``full`` and stacks
             that ignore sizes.
-        abreast: clients whose replies may wait while two stacks train side by side; 0: one stack
-            at a time.
         alike: leading bits of their numbers of images that clients of a stack have in common, below
             a full batch: fewer make fewer stacks, and more padding.
     """
@@ -57,7 +51,6 @@ class StackRule:
     full: int
     batch_size: int = 1
     widest: int | None = None
-    abreast: int = 0
     alike: int = 2
 
     def width(self, rows: int) -> int:
@@ -113,61 +106,40 @@ class Trial:
     batch_size: int
     image: tuple[int, int, int]
 
-    def rule(self, path: Literal["auto", "stacked", "single"] = "auto") -> StackRule:
-        """The widths that fit into memory and fill the device; one client where that is faster."""
-        if path == "single" or not self.model.backbone.stackable:
+    def rule(self) -> StackRule:
+        """The widths that fit into memory and fill the device."""
+        if not self.model.backbone.stackable:
             return StackRule(1)
-        rule = self._widths()
-        return rule if path == "stacked" or self._stacking_pays(rule.full) else StackRule(1)
-
-    def _widths(self) -> StackRule:
-        full = FULL.get(self.device.type, FULL["cpu"])
         weights = COPIES * sum(t.numel() * t.element_size() for t in self.params.values())
-        if self.device.type == "cuda":
-            free = GPU_SHARE * torch.cuda.mem_get_info(self.device)[0]
-            row = self._bytes_per_image()
-            fits = int(free // (weights + self.batch_size * row))
-            full, widest = max(1, min(full, fits)), int(free // (weights + row))
-            # Two stacks at a time need twice the room.
-            two = self.means.graphs and fits >= 2 * full
-            abreast = WAITING_BYTES * COPIES // weights if two else 0
+        full, kind = FULL.get(self.device.type, FULL["cpu"]), self.device.type
+        if kind == "cuda":
+            row, room = self._bytes_per_image(), self._room()
+            full = max(1, min(full, int(room // (weights + self.batch_size * row))))
+            widest = int(room // (weights + row))
         else:
-            widest, abreast = CPU_BYTES // weights, 0
+            widest = CPU_BYTES // weights
             full = max(1, min(full, widest))
-        widest, alike = max(full, min(widest, WIDEST * full)), ALIKE.get(self.device.type, 2)
-        return StackRule(full, self.batch_size, widest, abreast, alike)
+        widest = max(full, min(widest, WIDEST * full))
+        return StackRule(full, self.batch_size, widest, ALIKE.get(kind, 2))
 
-    def _stacking_pays(self, width: int) -> bool:
-        """Whether ``width`` clients at once are faster than one after the other, by trying both.
-
-        Small models always gain; a CPU gains too. On a GPU a large model is timed: forward and
-        backward pass, a few repetitions each. What is timed is not compiled, so fewer of them fit.
-        """
-        if width == 1 or self.device.type != "cuda" or self.model.num_parameters < LARGE:
-            return True
-        if self.means.compile:
-            width = max(2, int(width * COMPILED / BACKWARD))
-        alone, together = self._images_per_second(1), self._images_per_second(width)
-        log.info(
-            "Images per second of one client at a time: %.0f; of %d at once: %.0f.",
-            alone,
-            width,
-            together,
-        )
-        return together >= alone
-
-    def _inputs(self, width: int) -> tuple[Tensors, Tensor]:
-        """Leaves and images of so many clients."""
-        device = self.device
-        wide = {n: t.to(device).repeat(width, *[1] * t.dim()) for n, t in self.params.items()}
-        leaves = {
-            n: t.requires_grad_(t.is_floating_point()) for n, t in self.means.lowered(wide).items()
-        }
-        return leaves, torch.zeros(width, self.batch_size, *self.image, device=device)
+    def _room(self) -> float:
+        """Bytes that a stack may occupy on a GPU."""
+        free, total = torch.cuda.mem_get_info(self.device)
+        if free < GPU_SHARE * total:
+            log.info(
+                "%.0f of %.0f GB of the GPU's memory are taken: stacks may be narrower than when "
+                "the GPU is free, and results then differ in their last bits.",
+                (total - free) / 1e9,
+                total / 1e9,
+            )
+        return min(free, GPU_SHARE * total)
 
     def _bytes_per_image(self) -> int:
         """What the forward pass of an image leaves for the backward pass, and room for that."""
-        leaves, images = self._inputs(1)
+        device = self.device
+        single = self.means.lowered({n: t.to(device)[None] for n, t in self.params.items()})
+        leaves = {n: t.requires_grad_(t.is_floating_point()) for n, t in single.items()}
+        images = torch.zeros(1, self.batch_size, *self.image, device=device)
         before = torch.cuda.memory_allocated(self.device)
         torch.cuda.reset_peak_memory_stats(self.device)
         with self.means.autocast(self.device):
@@ -176,25 +148,3 @@ class Trial:
         del outputs
         factor = COMPILED if self.means.compile else BACKWARD
         return max(1, int(factor * used / self.batch_size))
-
-    def _images_per_second(self, width: int) -> float:
-        leaves, images = self._inputs(width)
-        trained = [t for t in leaves.values() if t.requires_grad]
-
-        def step() -> None:
-            with self.means.autocast(self.device):
-                outputs = self.model.apply(leaves, images)
-            torch.autograd.grad(outputs.float().sum(), trained, allow_unused=True)
-
-        for _ in range(2):
-            step()
-        graph = torch.cuda.CUDAGraph()
-        with torch.cuda.graph(graph):
-            step()
-        graph.replay()
-        torch.cuda.synchronize(self.device)
-        began = time.perf_counter()
-        for _ in range(3):
-            graph.replay()
-        torch.cuda.synchronize(self.device)
-        return 3 * width * self.batch_size / (time.perf_counter() - began)

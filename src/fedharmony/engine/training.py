@@ -1,253 +1,71 @@
-"""Local training of a stack of clients: one program per shape, in memory that stays.
+"""Local training of a stack of clients.
 
-A step is a function of tensors at fixed places: parameters, moments, what the method's loss
-carries, and small buffers that say which images come next. On a CPU the function is simply called.
-On CUDA each shape of step is recorded once as a CUDA graph, backward pass and optimiser included,
-and replayed: a step then costs one launch, whatever the method does in it. Widths and numbers of
-rows are rounded up to few sizes, so that few shapes are recorded; rows and clients added that way
-are masked and left out of every result.
+A step is a function of tensors at known places: parameters, moments, what the method's loss
+carries, and small buffers that say which images come next. It is called as it is, or recorded as a
+CUDA graph and replayed (:mod:`fedharmony.engine.gpu`). Where a new shape is expensive, widths and
+rows are rounded up to few sizes; rows and clients added that way are masked and left out of every
+result.
 """
 
 from __future__ import annotations
 
-import logging
-from collections.abc import Callable, Generator, Iterable, Iterator, Mapping
-from contextlib import AbstractContextManager, nullcontext
+import functools
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
-from typing import Any, NamedTuple
+from typing import Any
 
 import torch
 from torch import Tensor
 
-from fedharmony.data.augment import AugmentSettings, augment
-from fedharmony.engine.batches import Plan
-from fedharmony.engine.lanes import Lanes, NamedLanes, PackedLanes, Trained
+from fedharmony.data.augment import AugmentSettings, augment, draw_changes
+from fedharmony.engine.batches import Plan, plan_batches
+from fedharmony.engine.clients import ClientData
+from fedharmony.engine.gpu.compiled import Compiled
+from fedharmony.engine.gpu.graphs import Program, Recorder, StepInput
+from fedharmony.engine.lanes import Lanes, Trained
+from fedharmony.engine.means import Means
 from fedharmony.engine.optimise import TrainSettings, clip_gradients
-from fedharmony.engine.prefetch import uploaded
-from fedharmony.engine.stacking import StackedMessage, expand, narrow, over_clients
+from fedharmony.engine.stacking import OneClient, StackedMessage, expand, narrow, over_clients
 from fedharmony.losses import Batch
-from fedharmony.methods.base import Groups, Method
-from fedharmony.models.base import Model
-from fedharmony.models.compiled import Compiled
-from fedharmony.types import PARAMS, Tensors
+from fedharmony.methods.base import Groups, Method, Sweep
+from fedharmony.models.base import Model, stack
+from fedharmony.types import PARAMS, Record, Tensors
 
 #: Called with (steps done, steps in all) during local training.
 Tick = Callable[[int, int], None]
-
-log = logging.getLogger(__name__)
-
-
-@dataclass(frozen=True)
-class Means:
-    """How to compute; results agree up to rounding.
-
-    Attributes:
-        half: products in bfloat16; parameters, moments, losses and correlations stay float32.
-        graphs: record each shape of step once as a CUDA graph.
-        compile: compile the parts of the backbone, and the optimiser's pass.
-        fixed: keep tensors in place and shapes few, as graphs need it, even without graphs.
-        backend: of ``torch.compile``.
-    """
-
-    half: bool = False
-    graphs: bool = False
-    compile: bool = False
-    fixed: bool = False
-    backend: str = "inductor"
-
-    @property
-    def few_shapes(self) -> bool:
-        """Whether a new shape is expensive."""
-        return self.graphs or self.compile or self.fixed
-
-    def autocast(self, device: torch.device) -> AbstractContextManager[object]:
-        """Where products are taken in half precision."""
-        return torch.autocast(device.type, torch.bfloat16) if self.half else nullcontext()
-
-    def product_dtype(self, dtype: torch.dtype) -> torch.dtype:
-        """What products are taken in, where everything else is ``dtype``."""
-        return torch.bfloat16 if self.half else dtype
-
-    def halved(self, tensors: Mapping[str, Tensor]) -> frozenset[str]:
-        """Names of the weight matrices, which enter products only, if these are in half precision.
-
-        Their copies in bfloat16 are what autocast would make, once per step instead of per use.
-        """
-        if not self.half:
-            return frozenset()
-        return frozenset(n for n, t in tensors.items() if n.endswith(".weight") and t.dim() > 2)
-
-    def lowered(self, tensors: Mapping[str, Tensor]) -> Tensors:
-        """Stacked tensors as the model reads them."""
-        half = self.halved(tensors)
-        return {n: t.bfloat16() if n in half else t for n, t in tensors.items()}
-
-    def rows(self, most: int, batch_size: int) -> int:
-        """Rows of a batch that must hold ``most`` images: exactly, or the next of few sizes.
-
-        >>> Means().rows(5, 16), Means(graphs=True).rows(5, 16), Means(graphs=True).rows(11, 11)
-        (5, 6, 11)
-        """
-        most = min(most, batch_size)
-        return min(batch_size, rounded_up(most)) if self.few_shapes else most
-
-    def width(self, clients: int) -> int:
-        """Width of a program for so many clients, likewise.
-
-        >>> Means().width(9), [Means(graphs=True).width(w) for w in (1, 3, 5, 9, 17, 33)]
-        (9, [1, 3, 5, 9, 18, 36])
-        """
-        return rounded_up(clients, bits=4) if self.few_shapes else clients
-
-
-def rounded_up(number: int, bits: int = 2) -> int:
-    """The next number with no more than so many leading bits: few sizes, little added.
-
-    >>> [rounded_up(n) for n in (1, 2, 3, 5, 7, 9, 13, 17)], rounded_up(17, bits=3)
-    ([1, 2, 3, 6, 8, 12, 16, 24], 20)
-    """
-    grain: int = 1 << max(0, (number - 1).bit_length() - bits)
-    return -(-number // grain) * grain
-
-
-@dataclass(frozen=True)
-class Work:
-    """What a stack of clients is asked to do.
-
-    Attributes:
-        plan: which images at which step.
-        message: what the clients received.
-        carry: what their losses carry, (M, ...) each.
-        weights: of labels and positives in the loss, (M, C) each, where it asks for them.
-        draws: random numbers of each step, (S, M, B, ...) each.
-        changes: of the training images at each step, likewise.
-    """
-
-    plan: Plan
-    message: StackedMessage
-    carry: Tensors
-    weights: Tensors = field(default_factory=dict)
-    draws: Tensors = field(default_factory=dict)
-    changes: Tensors = field(default_factory=dict)
-
-
-class Fed(NamedTuple):
-    """What changes from step to step: which images, and what was drawn for them."""
-
-    images: Tensor
-    pixels: Tensor | None
-    draws: Tensors
-    changes: Tensors
-
-    def tensors(self) -> Iterator[Tensor]:
-        """All of them, in a fixed order."""
-        yield self.images
-        if self.pixels is not None:
-            yield self.pixels
-        yield from self.draws.values()
-        yield from self.changes.values()
-
-    def placed(self) -> Fed:
-        """A copy whose tensors stay where they are."""
-        return Fed(
-            self.images.clone(),
-            None if self.pixels is None else self.pixels.clone(),
-            {n: t.clone() for n, t in self.draws.items()},
-            {n: t.clone() for n, t in self.changes.items()},
-        )
-
-
-class Recorder:
-    """Records graphs that are replayed one at a time, in memory and in a stream of their own.
-
-    Graphs of two recorders may be replayed side by side. Libraries keep scratch memory per stream
-    (cuBLAS does), which is recorded along: recorded in one stream, each of them would write into
-    the other's. (Recorded in one stream, a run gave NaN, and none since; that this was the reason
-    is a conclusion, not shown by itself.)
-    """
-
-    def __init__(self, stream: torch.cuda.Stream) -> None:
-        self._pool, self._stream = torch.cuda.graph_pool_handle(), stream
-
-    def record(self, work: Callable[[], None]) -> torch.cuda.CUDAGraph:
-        """The graph of what ``work`` would do on the device."""
-        graph = torch.cuda.CUDAGraph()
-        try:
-            with torch.cuda.graph(graph, pool=self._pool, stream=self._stream):
-                work()
-        except RuntimeError:
-            # The memory is still taken for under record: whatever came next would fail, too.
-            self._pool = torch.cuda.graph_pool_handle()
-            raise
-        return graph
-
-
-class Program:
-    """A step that can be repeated: called, or recorded at its second call and replayed.
-
-    The first call runs the step as it is, which also lets libraries allocate and compile.
-    """
-
-    def __init__(self, step: Callable[[Fed], None], recorder: Recorder | None = None) -> None:
-        self._step, self._recorder = step, recorder
-        self._fed: Fed | None = None
-        self._graph: torch.cuda.CUDAGraph | None = None
-
-    def __call__(self, fed: Fed) -> None:
-        """One step."""
-        if self._fed is None:
-            self._fed = fed.placed()
-            self._step(self._fed)
-            return
-        placed = self._fed
-        for place, tensor in zip(placed.tensors(), fed.tensors(), strict=True):
-            place.copy_(tensor)
-        if self._recorder is None:
-            self._step(placed)
-            return
-        if self._graph is None:
-            try:
-                self._graph = self._recorder.record(lambda: self._step(placed))
-            except torch.OutOfMemoryError:
-                raise
-            except RuntimeError as error:  # recording runs nothing: the step is still to be done
-                first = str(error).strip().splitlines()[0]
-                log.warning("A step cannot be recorded (%s) and is launched piece by piece.", first)
-                self._recorder = None
-                self._step(placed)
-                return
-        self._graph.replay()
+#: Pixels, message, its client axes, draws and a type to images as the model takes them in.
+Show = Callable[[Tensor, Groups, Any, Tensors, torch.dtype], Tensor]
 
 
 @dataclass
-class Bound:
-    """A stack's lanes and everything else its steps read, for one structure of messages.
+class StackState:
+    """What the steps of a stack read and write, beside its lanes.
 
     Attributes:
-        lanes: the memory of the stack.
+        lanes: parameters and moments.
         message: what the clients received.
         carry: what their losses carry, (M, ...) each.
-        weights: of labels and positives in the loss.
+        sums: what a sweep has folded of their last epoch, (M, ...) each.
+        weights: of labels and positives in the loss, (M, C) each.
         constants: the frozen tensors.
         fixed: whether tensors must stay where they are.
-        programs: by width and rows.
+        programs: recorded steps by width, rows, and whether a sweep is folded in.
     """
 
     lanes: Lanes
     message: StackedMessage
     carry: Tensors
+    sums: Tensors
     weights: Tensors
     constants: Tensors
     fixed: bool = False
-    programs: dict[tuple[int, int], Program] = field(default_factory=dict)
+    programs: dict[tuple[int, int, bool], Program] = field(default_factory=dict)
 
-    def keep(self, carry: Tensors, width: int) -> None:
-        """The carry of the first ``width`` clients after a step."""
-        if not self.fixed:
-            self.carry = carry
-            return
-        for name, tensor in carry.items():
-            place = self.carry[name][:width]
+    def keep(self, group: str, tensors: Tensors, width: int) -> None:
+        """The carry, or the sums, of the first ``width`` clients after a step."""
+        held: Tensors = getattr(self, group)
+        for name, tensor in tensors.items():
+            place = held[name][:width]
             if place.data_ptr() != tensor.data_ptr():
                 place.copy_(tensor)
 
@@ -259,18 +77,11 @@ class Trainer:
         model: what is trained, compiled where ``means`` says so.
         method: whose client functions are run.
         settings: of local training.
-        device: where to compute.
-        means: how.
+        data: what the clients hold.
+        means: how to compute.
         frozen: the model's frozen tensors.
         changes: random changes of training images.
-        gathered: indices of the steps to come to (index, pixels), read ahead.
-        fetch: image indices to pixels on the device; None if images are elsewhere.
-        shown: pixels, message, its client axes, draws and a type to images for the model.
-        labelled: image indices and label weights to a batch.
-        priority: among trainers side by side; the lowest number goes first.
-
-    Attributes:
-        stream: where its graphs are recorded, and run while another trainer works; none on a CPU.
+        show: from pixels to the model's input.
     """
 
     def __init__(
@@ -278,112 +89,129 @@ class Trainer:
         model: Model,
         method: Method,
         settings: TrainSettings,
-        device: torch.device,
+        data: ClientData,
         means: Means,
         frozen: Mapping[str, Tensor],
         changes: AugmentSettings,
-        gathered: Callable[[Iterable[Tensor]], Iterator[tuple[Tensor, Tensor]]],
-        fetch: Callable[[Tensor], Tensor] | None,
-        shown: Callable[[Tensor, Groups, Any, Tensors, torch.dtype], Tensor],
-        labelled: Callable[[Tensor, Tensors], Batch],
-        priority: int = 0,
+        show: Show,
     ) -> None:
-        self.model, self.method, self.settings = model, method, settings
-        self.device, self.means, self.frozen, self.changes = device, means, frozen, changes
-        self._gathered, self._fetch, self._shown = gathered, fetch, shown
-        self._labelled = labelled
-        self._lanes: PackedLanes | None = None
-        self._bound: dict[object, Bound] = {}
+        self.model, self.method, self.settings, self.data = model, method, settings, data
+        self.means, self.frozen, self.changes, self._show = means, frozen, changes, show
+        self._lanes: Lanes | None = None
+        self._states: dict[object, StackState] = {}
         native = getattr(method.loss, "stacked", False)
         self._loss = Compiled(self._kept_loss, means.backend) if means.compile and native else None
-        self.stream: torch.cuda.Stream | None = None
-        if device.type == "cuda":
-            self.stream = torch.cuda.Stream(device, priority)  # type: ignore[no-untyped-call]
-        self._recorder = Recorder(self.stream) if means.graphs and self.stream else None
+        self._recorder = Recorder() if means.graphs else None
 
-    def train(self, work: Work, tick: Tick) -> Trained:
-        """What becomes of a stack of clients."""
-        steps = self.steps(work)
-        while True:
-            try:
-                tick(next(steps), len(work.plan.index))
-            except StopIteration as done:
-                trained: Trained = done.value
-                return trained
+    def rows(self, client: int) -> int:
+        """Rows of a batch that a stack needs whose largest client this is."""
+        return self.means.rows(self.data.sizes[client], self.settings.batch_size)
 
-    def steps(self, work: Work) -> Generator[int, None, Trained]:
-        """The training of a stack, step by step: how many are done; at last, what became of it."""
-        plan, clients = work.plan, len(work.plan.steps)
-        bound = self._bind(work)
-        lanes, lowest, rows = bound.lanes, clients, 0
+    def train(
+        self,
+        round: int,
+        clients: Sequence[int],
+        messages: Mapping[int, Record],
+        sweep: Sweep | None,
+        tick: Tick,
+    ) -> tuple[Trained, Plan, Tensors]:
+        """Train a stack, largest client first; with a sweep, its result over the last epoch."""
+        data, settings, means = self.data, self.settings, self.means
+        orders = [data.epochs(round, k, settings.epochs) for k in clients]
+        plan = plan_batches(orders, self.rows(clients[0]))
+        wide, batch = means.width(len(clients)), settings.batch_size
+        draws, changes = (
+            data.drawn(draw, purpose, round, clients, plan, wide, batch) if wanted else {}
+            for wanted, draw, purpose in (
+                (self.method.draws, self.method.draw, "draws"),
+                (self.changes.active, functools.partial(draw_changes, self.changes), "augment"),
+            )
+        )
+        state = self._prepared(round, clients, [messages[k] for k in clients], sweep)
+        lanes, lowest, rows = state.lanes, len(clients), 0
         # Rounded up, a stack may end with clients that do not exist: they see padding only.
-        index = torch.full((len(plan.index), lanes.size, plan.index.shape[2]), -1)
-        index[:, :clients] = torch.from_numpy(plan.index)
-        index = uploaded(index, self.device)
-        for first, last, width in plan.segments():
-            wide = min(lanes.size, self.means.width(width))
-            if width < min(wide, lowest):  # their lanes go on, they do not
+        index = data.upload(plan.widened(lanes.size))
+        final = data.upload(plan.final_epoch(settings.epochs, lanes.size)) if sweep else None
+        for first, last, width, folds in plan.segments(settings.epochs if sweep else None):
+            wide = min(lanes.size, means.width(width))
+            if width < min(wide, lowest):  # their lanes are still computed, without effect on them
                 lanes.save(width, min(wide, lowest))
                 lowest = width
-            program = self._program(bound, wide, index.shape[2])
+            step = self._program(state, wide, index.shape[2], sweep if folds else None)
             rows += (last - first) * wide * index.shape[2]
-            steps = (index[step, :wide] for step in range(first, last))
-            for step, (shown, pixels) in enumerate(self._seen(steps), start=first):
-                draws, changes = (
-                    {n: t[step, :wide] for n, t in drawn.items()}
-                    for drawn in (work.draws, work.changes)
+            for t, (shown, pixels) in enumerate(self._shown(index[first:last, :wide]), first):
+                step(
+                    StepInput(
+                        shown,
+                        pixels,
+                        {n: drawn[t, :wide] for n, drawn in draws.items()},
+                        {n: drawn[t, :wide] for n, drawn in changes.items()},
+                        final[t, :wide] if folds and final is not None else None,
+                    )
                 )
-                program(Fed(shown, pixels, draws, changes))
-                yield step + 1
-        return lanes.result(clients)._replace(rows=rows)
+                tick(t + 1, len(plan.index))
+        trained = lanes.result(len(clients))._replace(rows=rows)
+        swept = {}
+        if sweep is not None:
+            swept = torch.vmap(sweep.finish)(narrow(state.sums, len(clients)), trained.params)
+        return trained, plan, swept
 
     def release(self) -> None:
         """Give recorded programs and their memory back, once they are done."""
         if self.means.graphs:
-            torch.cuda.synchronize(self.device)
-        self._bound.clear()
+            torch.cuda.synchronize(self.data.device)
+        self._states.clear()
         self._lanes = None
 
-    def _seen(self, steps: Iterable[Tensor]) -> Iterator[tuple[Tensor, Tensor | None]]:
+    def _shown(self, steps: Tensor) -> Iterator[tuple[Tensor, Tensor | None]]:
         """Indices of the steps to come; with pixels, unless the step fetches them itself."""
-        if self._fetch is not None:
+        if self.data.resident:
             return ((index, None) for index in steps)
-        return iter(self._gathered(steps))
+        return self.data.gathered(steps)
 
-    def _bind(self, work: Work) -> Bound:
+    # -- before the first step ---------------------------------------------------------------------
+
+    def _prepared(
+        self, round: int, clients: Sequence[int], messages: Sequence[Record], sweep: Sweep | None
+    ) -> StackState:
         """Lanes that hold the received model, and everything else where steps find it."""
-        message = work.message
-        if not self.means.few_shapes:
-            named = NamedLanes(message.stacked(PARAMS), self.settings)
-            return Bound(named, message, work.carry, work.weights, self._constants(named))
-        lanes = self._held_lanes(message, len(work.plan.steps))
-        key = (message.signature, _signature(work.carry), _signature(work.weights))
-        bound = self._bound.get(key)
-        if bound is None:
-            bound = self._bound[key] = Bound(
+        data, message = self.data, StackedMessage(messages)
+        lanes = self._loaded_lanes(message, len(clients))
+        carry = self.method.carries([data.view(k, round) for k in clients], messages)
+        weights = data.label_weights(self.method.task.loss, clients)
+        sums: Tensors = {}
+        if sweep is not None:
+            params = message.stacked(PARAMS)
+            sums = stack([sweep.start(OneClient(params, m)) for m in range(len(clients))])
+            sums = {name: tensor.to(data.device) for name, tensor in sums.items()}
+        if not (self.means.graphs or self.means.fixed):
+            return StackState(lanes, message, carry, sums, weights, self._constants(lanes))
+        groups = {"carry": carry, "sums": sums, "weights": weights}
+        key = (message.signature, *(_signature(tensors) for tensors in groups.values()))
+        state = self._states.get(key)
+        if state is None:
+            state = self._states[key] = StackState(
                 lanes,
                 message.placed(lanes.size),
-                _placed(work.carry, lanes.size),
-                _placed(work.weights, lanes.size),
+                _placed(carry, lanes.size),
+                _placed(sums, lanes.size),
+                _placed(weights, lanes.size),
                 self._constants(lanes),
                 fixed=True,
             )
-        bound.message.fill(message, model=self.method.consults or self.method.pulls)
-        for places, tensors in ((bound.carry, work.carry), (bound.weights, work.weights)):
-            for name, tensor in tensors.items():
-                places[name][: len(tensor)].copy_(tensor)
-        return bound
+        state.message.fill(message, model=self.method.consults or self.method.pulls)
+        for name, tensors in groups.items():
+            state.keep(name, tensors, len(clients))
+        return state
 
-    def _held_lanes(self, message: StackedMessage, clients: int) -> PackedLanes:
+    def _loaded_lanes(self, message: StackedMessage, clients: int) -> Lanes:
         """The lanes of earlier stacks if they suffice, with the received model in them."""
         size, packed = self.means.width(clients), message.packed(PARAMS)
         if self._lanes is None or self._lanes.size < size:
             self.release()
             received, means = message.stacked(PARAMS), self.means
             half = means.halved(received)
-            self._lanes = PackedLanes(
-                received, size, self.settings, half, means.compile, means.backend
-            )
+            self._lanes = Lanes(received, size, self.settings, half, means.compile, means.backend)
         if packed is not None and packed.layout == self._lanes.layout:
             self._lanes.load_row(packed.row, clients)
         else:
@@ -397,58 +225,65 @@ class Trainer:
         }
         return expand(cast, lanes.size)
 
-    # -- one step ---------------------------------------------------------------------------------
+    # -- one step ----------------------------------------------------------------------------------
 
-    def _program(self, bound: Bound, width: int, rows: int) -> Program | Callable[[Fed], None]:
+    def _program(
+        self, state: StackState, width: int, rows: int, sweep: Sweep | None
+    ) -> Callable[[StepInput], None]:
         """The step of the first ``width`` lanes."""
-        program = bound.programs.get((width, rows))
-        if program is None:
-            leaves = bound.lanes.leaves(width)
+        key = (width, rows, sweep is not None)
+        if key in state.programs:
+            return state.programs[key]
+        leaves = state.lanes.leaves(width)
+        step = functools.partial(self._step, state, width, leaves, sweep)
+        if not state.fixed:
+            return step
+        state.programs[key] = Program(step, self._recorder)
+        return state.programs[key]
 
-            def step(fed: Fed) -> None:
-                self._step(bound, width, leaves, fed)
-
-            if not bound.fixed:
-                return step
-            program = Program(step, self._recorder)
-            bound.programs[width, rows] = program
-        return program
-
-    def _step(self, bound: Bound, width: int, leaves: Tensors, fed: Fed) -> None:
+    def _step(
+        self, state: StackState, width: int, leaves: Tensors, sweep: Sweep | None, given: StepInput
+    ) -> None:
         """One batch of each client: forward, backward, the method's pull, the optimiser."""
-        method, dims, dtype = self.method, bound.message.dims, bound.lanes.dtype
-        groups, carry = bound.message.first(width), narrow(bound.carry, width)
-        constants = narrow(bound.constants, width)
-        received = narrow(bound.message.stacked(PARAMS), width)
-        batch = self._labelled(fed.images, narrow(bound.weights, width))._replace(draws=fed.draws)
-        pixels = self._fetch(fed.images) if self._fetch is not None else fed.pixels
-        assert pixels is not None
+        method, data, dims = self.method, self.data, state.message.dims
+        dtype, groups, carry = state.lanes.dtype, state.message.first(width), state.carry
+        carry, constants = narrow(carry, width), narrow(state.constants, width)
+        received = narrow(state.message.stacked(PARAMS), width)
+        batch = data.batch(given.images, narrow(state.weights, width))._replace(draws=given.draws)
+        pixels = data.pixels(given.images) if given.pixels is None else given.pixels
         if self.changes.active:
-            pixels = augment(self.changes, pixels, fed.changes)
-        images = self._shown(pixels, groups, dims, fed.draws, self.means.product_dtype(dtype))
+            pixels = augment(self.changes, pixels, given.changes)
+        images = self._show(pixels, groups, dims, given.draws, self.means.product_dtype(dtype))
         inputs = over_clients(method.inputs, (0, dims, 0 if method.consults else None))
-        with self.means.autocast(self.device):
+        with self.means.autocast(data.device):
             opinion = None
             if method.consults:
                 with torch.no_grad():
                     opinion = self.model.apply({**received, **constants}, images).to(dtype)
             batch = batch._replace(inputs=inputs(batch, groups, opinion))
             outputs = self.model.apply({**leaves, **constants}, images, batch.inputs)
+        outputs = outputs.to(dtype)
         if self._loss is not None:
-            values = self._loss(outputs.to(dtype), batch, groups, carry)
+            values = self._loss(outputs, batch, groups, carry)
         else:
-            loss = over_clients(method.loss, (0, 0, dims, 0))
-            values, carry = loss(outputs.to(dtype), batch, groups, carry)
+            values = self._kept_loss(outputs, batch, groups, carry, dims)
         found = torch.autograd.grad(values.sum(), list(leaves.values()), allow_unused=True)
         gradients = {n: g for n, g in zip(leaves, found, strict=True) if g is not None}
         with torch.no_grad():
-            bound.keep(carry, width)
-            self._move(bound, width, gradients, received, groups, carry)
-            bound.lanes.losses[:width] += values.detach()
+            if sweep is not None and given.final is not None:
+                seen = batch._replace(rows=batch.rows * given.final.unsqueeze(-1))
+                sums = torch.vmap(sweep.fold)(narrow(state.sums, width), outputs.detach(), seen)
+                state.keep("sums", sums, width)
+            self._move(state, width, gradients, received, groups, carry)
+            state.lanes.losses[:width] += values.detach()
 
-    def _kept_loss(self, outputs: Tensor, batch: Batch, groups: Groups, carry: Tensors) -> Tensor:
+    def _kept_loss(
+        self, outputs: Tensor, batch: Batch, groups: Groups, carry: Tensors, dims: Any = None
+    ) -> Tensor:
         """The method's loss; what it carries on is written over ``carry`` in the same pass."""
-        values, after = self.method.loss(outputs, batch, groups, carry)
+        loss = over_clients(self.method.loss, (0, 0, dims, 0))
+        values: Tensor
+        values, after = loss(outputs, batch, groups, carry)
         with torch.no_grad():
             for name, tensor in after.items():
                 if tensor is not carry[name]:
@@ -457,7 +292,7 @@ class Trainer:
 
     def _move(
         self,
-        bound: Bound,
+        state: StackState,
         width: int,
         gradients: Tensors,
         received: Tensors,
@@ -465,9 +300,9 @@ class Trainer:
         carry: Tensors,
     ) -> None:
         """One step of the optimiser, with the method's pull and limit on the gradient."""
-        method, lanes = self.method, bound.lanes
+        method, lanes = self.method, state.lanes
         params = narrow(lanes.params, width)
-        pull = over_clients(method.pull, (0, 0, bound.message.dims, 0))
+        pull = over_clients(method.pull, (0, 0, state.message.dims, 0))
         if not method.pull_after_step:
             for name, more in pull(params, received, groups, carry).items():
                 gradients[name] = more + gradients[name] if name in gradients else more

@@ -22,10 +22,12 @@ from fedharmony.data.cache import MappedImages
 from fedharmony.engine.checkpoint import digest
 from fedharmony.engine.cohort import Cohort
 from fedharmony.engine.federation import Event, Federation
+from fedharmony.engine.gpu.barrier import compiler_is_safe
+from fedharmony.engine.gpu.payoff import compiling_pays
+from fedharmony.engine.means import Means
 from fedharmony.engine.memory import ClientMemory
 from fedharmony.engine.room import StackRule, Trial
 from fedharmony.engine.sampling import cohort_size, draw_schedule
-from fedharmony.engine.training import Means
 from fedharmony.errors import CheckpointError, ConfigError, FedHarmonyError
 from fedharmony.experiments.folder import RunFolder, jsonable
 from fedharmony.experiments.settings import EngineSettings, Settings
@@ -51,8 +53,6 @@ from fedharmony.types import BUFFERS, FROZEN, PARAMS, Index, Labels, Record, Ten
 Observer = Callable[[Event], None]
 Results = dict[str, Any]
 EVAL_BATCH = 256
-#: From this many parameters on, compiling pays on a GPU.
-COMPILE_FROM = 1_000_000
 
 
 def choose_device(name: str) -> torch.device:
@@ -70,18 +70,32 @@ def choose_device(name: str) -> torch.device:
     return device
 
 
-def choose_means(engine: EngineSettings, device: torch.device, parameters: int) -> Means:
-    """How to compute on a device, where the settings leave it open."""
+def choose_means(engine: EngineSettings, device: torch.device, elements: int, images: int) -> Means:
+    """How to compute on a device, where the settings leave it open.
+
+    ``elements`` per image that the layers hand on, and ``images`` to be trained on in all.
+    """
     cuda = device.type == "cuda"
     if engine.graphs and not cuda:
         raise ConfigError(
             f"engine.graphs = true needs a CUDA device, but the run is on {device}. Leave it out."
         )
     half = cuda and torch.cuda.is_bf16_supported()
+    compile = engine.compile
+    if compile is None:
+        compile = cuda and compiling_pays(elements, images)
+    if compile and cuda and not compiler_is_safe():
+        if engine.compile:
+            raise ConfigError(
+                f"engine.compile = true, but the compiler of torch {torch.__version__} can write "
+                "kernels that read what they have not written yet. Use torch 2.14 or later, or "
+                "leave it out."
+            )
+        compile = False
     return Means(
         half=half if engine.precision == "auto" else engine.precision == "bfloat16",
         graphs=cuda if engine.graphs is None else engine.graphs,
-        compile=cuda and parameters >= COMPILE_FROM if engine.compile is None else engine.compile,
+        compile=compile,
     )
 
 
@@ -181,9 +195,8 @@ class Assembly:
         """How many clients train at once: as the settings say, or as a trial shows."""
         engine, params = self.settings.engine, {**self.parameters[0], **self.parameters[1]}
         batch, image = self.settings.train.batch_size, self.data.train.images.shape
-        trial = Trial(self.model, params, self.means, self.device, batch, image)
-        if engine.stack is None or engine.path == "single":
-            return trial.rule(engine.path)
+        if engine.stack is None:
+            return Trial(self.model, params, self.means, self.device, batch, image).rule()
         return StackRule(engine.stack if self.model.backbone.stackable else 1)
 
     @torch.no_grad()
@@ -313,7 +326,12 @@ def assemble(
         method=method,
         schedule=schedule,
         device=device,
-        means=choose_means(settings.engine, device, model.num_parameters),
+        means=choose_means(
+            settings.engine,
+            device,
+            model.backbone.elements(),
+            train.epochs * sum(sizes[k] for cohort in schedule for k in cohort),
+        ),
     )
 
 
@@ -540,6 +558,8 @@ def summarise(
         "n_classes_never_predicted": found.n_classes_never_predicted,
         "seconds": sum(e["seconds"] for e in rounds),
         "padding": _padding(rounds),
+        "clients_lost": sum(len(e["failures"]) for e in rounds),
+        "clients_saved": sum(len(e.get("saved", ())) for e in rounds),
         "bytes_up": sum(e["bytes_up"] for e in rounds),
         "bytes_down": sum(e["bytes_down"] for e in rounds),
         "parameters_sha256": digest(Record({g: state.get(g) for g in (PARAMS, BUFFERS)})),

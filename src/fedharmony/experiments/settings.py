@@ -128,14 +128,13 @@ class EngineSettings:
     Attributes:
         device: "auto", "cpu", "cuda", "cuda:1", …
         stack: most clients trained at once; none takes what fills the device and fits into it.
-        path: "stacked" clients, a "single" one at a time, or "auto": stacked, unless a trial at the
-            start shows that one client at a time is faster (tried for large models on a GPU).
         precision: "float32"; "bfloat16" products with float32 weights and moments; "auto" is
             bfloat16 on a GPU that has it, else float32.
-        compile: compile the model with torch.compile; none does on a GPU for models of a million
-            parameters or more (each new shape of step takes seconds to a minute, once).
+        compile: compile the model with torch.compile; none does on a GPU where the run is long
+            enough for it to pay, and says what it decided.
         graphs: record steps as CUDA graphs; none does on a GPU.
-        deterministic: ask torch for kernels that repeat to the bit (slower on a GPU).
+        deterministic: let torch refuse every kernel that does not promise to repeat to the bit.
+            Runs repeated to the bit without it, too, where it was tried (docs/architecture.md).
         sweep_batch: images per client and step in passes without gradient.
         threads: CPU threads; none keeps torch's choice.
         tf32: matrix products on CUDA with shorter mantissas: faster, less exact.
@@ -144,7 +143,6 @@ class EngineSettings:
 
     device: str = "auto"
     stack: Annotated[int, Ge(1)] | None = None
-    path: Literal["auto", "stacked", "single"] = "auto"
     precision: Literal["auto", "float32", "bfloat16"] = "auto"
     compile: bool | None = None
     graphs: bool | None = None

@@ -115,6 +115,8 @@ class Sweep:
         limit: look at no more than this many images of a client, drawn anew each round.
         draw: ``(generator, images) -> draws`` for all images of one client, handed to ``fold`` and
             ``objective`` as ``batch.draws``.
+        during_training: fold the ``outputs`` of the last local epoch, as they come out of training,
+            instead of a pass of its own; a stage without training makes the pass all the same.
     """
 
     group: str
@@ -126,6 +128,7 @@ class Sweep:
     objective: Callable[[Tensor, Batch], Tensor] | None = None
     limit: int | None = None
     draw: Callable[[torch.Generator, int], Tensors] | None = None
+    during_training: bool = False
 
 
 @dataclass(frozen=True)

@@ -69,6 +69,8 @@ TABLE = "table"  # state: the last (R_j, p̂_j, n_j, t_j) of the clients heard
 FOLDED = "folded"  # state: running sums of what no longer fits into the table
 CLUSTERS = "clusters"  # state: the clusters of the last round
 
+#: Up to here labels are clustered every round.
+CLUSTERED_OFTEN = 512
 #: From here on C × C numbers are what the alignment loss costs; its gradient is then formed by
 #: hand, where there is a formula for it.
 MANY_LABELS = 128
@@ -110,12 +112,16 @@ class FedHarmony(Method):
                 less than the last cohort. What is older goes into running sums ("median" and
                 "trimmed" forget it): it still teaches, and fades, but a client whose matrix is in
                 the sums can no longer be left out of its own teacher.
+            measured: R_k "after" training, by one more pass over the local data, or "during" it:
+                from the outputs of the last local epoch, which cost nothing more. These are of
+                the augmented images, and of a model that still moves.
             teacher: "last_round" uses R_j uploaded with the models (one exchange per round);
                 "this_round" asks the cohort for R_j of the received model first.
             cold_start: round 0 trains without a teacher ("none"), or with one made from the
                 clients' true label statistics ("labels": it reveals co-occurrence).
             groups: G; none means round(√C).
-            cluster_every: rounds between clusterings.
+            cluster_every: rounds between clusterings; none means 1, and 5 from 512 labels on, where
+                a clustering takes a third of a second.
             client_clusters: cluster each client's own R*_k instead of the common consensus.
             horizon: T_0 of α_t = max(0, 1 − t/T_0), t = 0, 1, …; none means half of the rounds.
             temperature: γ of q = exp(−γ s); "adaptive" is 1/std(s) over the cohort.
@@ -145,10 +151,11 @@ class FedHarmony(Method):
         memory: Literal["all_seen", "last_cohort"] = "all_seen"
         staleness_decay: Annotated[float, Gt(0), Le(1)] = 0.9
         table_mb: Annotated[int, Ge(1)] = 256
+        measured: Literal["after", "during"] = "after"
         teacher: Literal["last_round", "this_round"] = "last_round"
         cold_start: Literal["none", "labels"] = "none"
         groups: Annotated[int, Ge(1)] | None = None
-        cluster_every: Annotated[int, Ge(1)] = 1
+        cluster_every: Annotated[int, Ge(1)] | None = None
         client_clusters: bool = False
         horizon: Annotated[float, Gt(0)] | None = None
         temperature: Annotated[float, Ge(0)] | Literal["adaptive"] = "adaptive"
@@ -213,6 +220,7 @@ class FedHarmony(Method):
             and config.normaliser == "phi"
             and config.distance == "squared_frobenius"
         )
+        self.cluster_every = config.cluster_every or (1 if task.classes < CLUSTERED_OFTEN else 5)
         self.triangle = task.classes * (task.classes + 1) // 2
         #: Clients whose matrices (float32) fit into the table.
         self.capacity = max(1, config.table_mb * 10**6 // (4 * self.triangle))
@@ -242,7 +250,10 @@ class FedHarmony(Method):
             return {"upper": corr.pack_upper(matrix).float(), "marginal": moments.first.float()}
 
         shapes = {"upper": (self.triangle,), "marginal": (classes,)}
-        return Sweep(CORRELATION, reads, start, fold, finish, lambda params: shapes)
+        during = self.config.measured == "during"
+        return Sweep(
+            CORRELATION, reads, start, fold, finish, lambda params: shapes, during_training=during
+        )
 
     def stages(self, round: int) -> Sequence[Stage]:
         """``update``; before it, in round 0 or each round, ``correlate`` where a setting asks."""
@@ -301,7 +312,7 @@ class FedHarmony(Method):
         consensus = self.consensus(state, round)
         common, known = consensus.full()
         kept = state.get(CLUSTERS).get("ids")
-        if kept is None or round % self.config.cluster_every == 0:
+        if kept is None or round % self.cluster_every == 0:
             kept = self.clusters(common, round)
         weight = torch.full((), self.align_weight(round), device=common.device)
         rows = _rows(table["client"], clients)

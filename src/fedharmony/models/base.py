@@ -14,7 +14,7 @@ from __future__ import annotations
 import functools
 import math
 from abc import ABC, abstractmethod
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, replace
 from typing import Any, ClassVar, Literal, TypeAlias
 
@@ -29,6 +29,9 @@ models: Registry[type[Backbone]] = Registry("model", "fedharmony.models")
 
 #: Shapes by name, without the client axis.
 Shapes: TypeAlias = dict[str, tuple[int, ...]]
+
+#: A part of a backbone that can be compiled: a function of its own parameters, inputs and options.
+Piece: TypeAlias = Callable[..., Any]
 
 #: Up to this many keys, attention on a CPU is faster as the plain formula than as a fused kernel.
 SHORT_SEQUENCE = 128
@@ -95,9 +98,16 @@ class Backbone(ABC):
         """
         return self.tokens(params, images)[:, :, 0]
 
-    def compiled(self, backend: str = "inductor") -> Backbone:
+    def compiled(self, compile: Callable[[Piece], Piece]) -> Backbone:
         """The same backbone with its parts compiled; itself where it has none to compile."""
         return self
+
+    def elements(self) -> int:
+        """Numbers per image that the layers hand on, which is what compiling saves time on.
+
+        0 where there is nothing to compile.
+        """
+        return 0
 
 
 class Head(ABC):
@@ -178,9 +188,9 @@ class Model:
         trained = {name: tensor for name, tensor in params.items() if name not in names}
         return trained, {**frozen, **self.backbone.init_buffers()}
 
-    def compiled(self, backend: str = "inductor") -> Model:
+    def compiled(self, compile: Callable[[Piece], Piece]) -> Model:
         """The same model with the parts of its backbone compiled."""
-        return replace(self, backbone=self.backbone.compiled(backend))
+        return replace(self, backbone=self.backbone.compiled(compile))
 
     def features(self, params: Mapping[str, Tensor], images: Tensor) -> Tensor:
         """What the classifier sees of each image, one vector (M, B, ·) per image."""

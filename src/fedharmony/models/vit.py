@@ -10,7 +10,7 @@ are; images of another size than a checkpoint's get interpolated position embedd
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from copy import copy
 from dataclasses import dataclass
 from typing import Annotated, TypeAlias
@@ -25,6 +25,7 @@ from fedharmony.errors import ConfigError
 from fedharmony.models.base import (
     Backbone,
     InputSpec,
+    Piece,
     Shapes,
     adds_bias_apart,
     attention,
@@ -32,7 +33,6 @@ from fedharmony.models.base import (
     linear,
     models,
 )
-from fedharmony.models.compiled import CompiledPiece, Piece
 from fedharmony.models.hub import locate
 from fedharmony.models.weights import load_weights
 from fedharmony.types import Tensors
@@ -177,20 +177,23 @@ class ViT(Backbone):
             stream = self._block(own, stream, self.config.heads)
         return stream
 
-    def compiled(self, backend: str = "inductor") -> ViT:
+    def compiled(self, compile: Callable[[Piece], Piece]) -> ViT:
         """The same transformer; embedding, block and last block are compiled once each."""
-        made, said = copy(self), set[str]()
-        made._embed, made._block, made._last_block = (
-            CompiledPiece(piece, backend, said) for piece in (embed, block, last_block)
-        )
+        made = copy(self)
+        made._embed, made._block = compile(embed), compile(block)
+        made._last_block = compile(last_block)
         return made
+
+    def elements(self) -> int:
+        """Tokens × width × blocks."""
+        return (1 + self.grid[0] * self.grid[1]) * self.width * self.config.depth
 
 
 # -- The pieces of a transformer -------------------------------------------------------------------
 
 
-# Between pieces travel the tokens and, already normed, what the next piece reads of them: apart, a
-# sum and the norm behind it would each go over all tokens.
+# A piece hands the tokens on together with their norm, which the next piece reads. Computed by the
+# next piece, the norm would be one more pass over all tokens.
 
 
 def embed(own: Mapping[str, Tensor], images: Tensor, patch: int) -> Stream:

@@ -18,6 +18,9 @@ from fedharmony.types import Failure, Record, Reply
 
 log = logging.getLogger(__name__)
 
+#: Clients that may be saved by the plain path; after one more, the whole run takes it.
+SAVED_AT_MOST = 3
+
 
 class InProcess:
     """Runs clients in stacks, as wide as a rule (or a number) allows.
@@ -25,6 +28,10 @@ class InProcess:
     When a whole stack raises, its clients are run one by one, so that only those at fault are left
     out; each is named with its stage, round and reason. A stack that does not fit into the memory
     of the device is halved.
+
+    A client that comes back with values that are not finite is trained again on the plain path
+    (float32, neither compiled nor recorded). If that helps more than a few times, the fast path is
+    at fault, and the rest of the run goes without it.
     """
 
     def __init__(
@@ -37,18 +44,14 @@ class InProcess:
         self.sizes: Sequence[int] = cohort.sizes
         self._rule = StackRule(stack) if isinstance(stack, int) else stack
         self._tick = tick
+        self._saved = 0
 
     def exchange(
         self, stage: Stage, round: int, messages: Mapping[int, Record]
     ) -> Iterator[Reply | Failure]:
         """Train stack after stack, in the order of the messages (largest first fills them best)."""
-        stacks = self._rule.stacks(list(messages), self.sizes)
         done, total = 0, len(messages)
-        while stacks:
-            if answers := self._abreast(stage, round, messages, stacks):
-                yield from answers
-                return
-            members = stacks.pop(0)
+        for members in self._rule.stacks(list(messages), self.sizes):
 
             def tick(step: int, steps: int, done: int = done, size: int = len(members)) -> None:
                 if self._tick is not None:
@@ -57,35 +60,6 @@ class InProcess:
             yield from self._run(stage, round, {k: messages[k] for k in members}, tick)
             done += len(members)
 
-    def _abreast(
-        self, stage: Stage, round: int, messages: Mapping[int, Record], stacks: list[list[int]]
-    ) -> list[Reply]:
-        """All stacks, the first beside the others, if the first has a long and narrow end.
-
-        Empty if it has none, if there is no room for it, or if anything went wrong: then stacks
-        are run one after the other, and what is wrong is found there.
-        """
-        clients = sum(map(len, stacks))
-        first = sorted((self.cohort.steps(k) for k in stacks[0]), reverse=True)
-        narrow = first[0] >= 2 * first[len(first) // 2]
-        if not (stage.train and len(stacks) > 1 and narrow and clients <= self._rule.abreast):
-            return []
-
-        def tick(step: int, steps: int) -> None:
-            if self._tick is not None:
-                self._tick(round, int(100 * step / steps), 100)
-
-        try:
-            parts = [{k: messages[k] for k in members} for members in stacks]
-            return self.cohort.run_abreast(stage, round, parts, tick)
-        except CheckpointError:
-            raise
-        except Exception as error:
-            log.warning("Stacks cannot train side by side (%s); going on one by one.", error)
-            self.cohort.release()
-            self._rule = replace(self._rule, abreast=0)
-            return []
-
     def _run(
         self,
         stage: Stage,
@@ -93,8 +67,10 @@ class InProcess:
         messages: Mapping[int, Record],
         tick: Callable[[int, int], None],
     ) -> Iterator[Reply | Failure]:
+        answers: list[Reply | Failure]
         try:
-            yield from self.cohort.run(stage, round, messages, tick)
+            replies = self.cohort.run(stage, round, messages, tick)
+            answers = [self._made_finite(stage, round, messages, reply) for reply in replies]
         except CheckpointError:  # a damaged memory or a full disk is no client's fault
             raise
         except Exception as error:
@@ -105,7 +81,34 @@ class InProcess:
             place = traceback.extract_tb(error.__traceback__)[-1]
             where = f"{Path(place.filename).name}:{place.lineno}"
             reason = f"{type(error).__name__}: {error} ({where})"
-            yield Failure(next(iter(messages)), stage.name, round, reason)
+            answers = [Failure(next(iter(messages)), stage.name, round, reason)]
+        yield from answers
+
+    def _made_finite(
+        self, stage: Stage, round: int, messages: Mapping[int, Record], reply: Reply
+    ) -> Reply:
+        """The reply; of the plain path if the fast one gave values that are not finite."""
+        if reply.finite or self.cohort.means.plain:
+            return reply
+        client = reply.client
+        again = self.cohort.run(stage, round, {client: messages[client]}, plain=True)[0]
+        if not again.finite:
+            return again
+        self._saved += 1
+        log.warning(
+            "Client %d, round %d: values that are not finite came from the fast path, and finite "
+            "ones from the plain path, which are used.",
+            client,
+            round + 1,
+        )
+        if self._saved == SAVED_AT_MOST + 1:
+            self.cohort.go_plain()
+            log.warning(
+                "That was client number %d of this run. The rest of the run is neither compiled "
+                "nor recorded, and in float32.",
+                self._saved,
+            )
+        return replace(again, saved=True)
 
     def _smaller(self, clients: list[int], error: Exception) -> list[list[int]]:
         """The parts of a stack that failed, to be tried again."""

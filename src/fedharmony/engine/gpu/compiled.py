@@ -5,6 +5,9 @@ a model calls many times, for instance once per transformer block: each is compi
 takes a tenth of the time that the whole model would take, and loses nothing measurable. Sizes are
 fixed but for the numbers of clients and images: the first pair gets code of its own, all others
 share code for any pair.
+
+The compiler is told to choose without timing whatever decides about sums, so that two processes
+compute the same bits (:func:`_prepare_compiler`).
 """
 
 from __future__ import annotations
@@ -49,7 +52,7 @@ class Compiled:
         self.compiled: Any = torch.compile(
             function, fullgraph=True, dynamic=dynamic, backend=backend
         )
-        _allow_variants()
+        _prepare_compiler()
 
     def __call__(self, *arguments: Any) -> Any:
         """The value of the function."""
@@ -97,7 +100,8 @@ class CompiledPiece(Compiled):
         self, function: Piece, backend: Any = "inductor", said: set[str] | None = None
     ) -> None:
         self._said = set() if said is None else said
-        # Heads that were free, once another model was compiled, would slow attention down.
+        # With another model of other sizes the compiler would make the number of heads a variable,
+        # and attention slow.
         super().__init__(function, backend, dynamic=False)
         self._first: dict[tuple[bool, ...], tuple[int, ...]] = {}
 
@@ -141,8 +145,21 @@ def _mark(tensor: Tensor, leading: int) -> None:
             torch._dynamo.mark_static(tensor, dim)
 
 
-def _allow_variants() -> None:
-    """Dynamo gives up on a function after a few variants; ours are known and few."""
-    config: Any = torch._dynamo.config
-    name = "recompile_limit" if hasattr(config, "recompile_limit") else "cache_size_limit"
-    setattr(config, name, max(getattr(config, name), MOST_VARIANTS))
+def _prepare_compiler() -> None:
+    """Set what the compiler must do, for the whole process.
+
+    Dynamo gives up on a function after a few variants; ours are known and few. Inductor must not
+    let a clock decide how a sum is formed. Its cache on disk is keyed by that choice, so code that
+    was compiled without it, and perhaps without the barrier of :mod:`.barrier`, is not found again;
+    a version of torch without the choice does without the cache.
+    """
+    import torch._inductor.config  # not before something is compiled: it takes a second
+
+    dynamo: Any = torch._dynamo.config
+    name = "recompile_limit" if hasattr(dynamo, "recompile_limit") else "cache_size_limit"
+    setattr(dynamo, name, max(getattr(dynamo, name), MOST_VARIANTS))
+    inductor: Any = torch._inductor.config
+    if hasattr(inductor, "deterministic"):
+        inductor.deterministic = True
+    else:
+        inductor.fx_graph_cache = False

@@ -1,0 +1,240 @@
+"""Many fresh processes at once; every client's update beside that of the plain path.
+
+Each process trains the same clients from the same models in three ways: the fast path as the
+engine takes it by default (on a GPU compiled, recorded, bfloat16), the plain path (float32, neither
+compiled nor recorded), and bfloat16 alone. The relative difference ‖Δ − Δ_plain‖ / ‖Δ_plain‖ of a
+client's update Δ may be three times the largest one that bfloat16 alone makes in that round, and
+never not finite. Plain SGD, because Adam turns the last bits of a small gradient into whole steps.
+Fresh memory is filled with NaN before every round, so that a read of what was never written shows.
+
+    python benchmarks/soak.py [--methods all] [--models Ti,S] [--sizes equal,flair] [--seeds 0]
+                              [--rounds 2] [--at-once 8] [--repeat 1] [--device cuda]
+
+Prints a table, writes results/soak.json, and fails on a single excess.
+"""
+
+from __future__ import annotations
+
+import argparse
+import itertools
+import json
+import os
+import subprocess
+import sys
+import tempfile
+import time
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+import torch
+
+from engine import EVER, NAMES, flair_sizes, make_data
+from fedharmony.engine.cohort import Cohort
+from fedharmony.engine.means import Means
+from fedharmony.engine.optimise import TrainSettings
+from fedharmony.engine.room import Trial
+from fedharmony.experiments.run import choose_means
+from fedharmony.experiments.settings import EngineSettings
+from fedharmony.methods.base import Task, methods
+from fedharmony.models.base import InputSpec, Model, models
+from fedharmony.transport.inprocess import InProcess
+from fedharmony.types import FROZEN, PARAMS, Failure, Record, Reply
+
+BATCH, CLASSES, LR = 16, 20, 0.01
+#: How much more than bfloat16 alone the fast path may differ, and from where on it counts at all.
+ALLOWED, FLOOR = 3.0, 1e-4
+SIZES = {"equal": [40] * 12, "flair": flair_sizes(60), "few": [9, 5, 5, 2, 1]}
+
+
+def fast_path(device: torch.device) -> Means:
+    """As the engine computes by default in a long run; on a CPU fixed places and few shapes."""
+    if device.type == "cpu":
+        return Means(fixed=True)
+    return choose_means(EngineSettings(device=str(device)), device, 10**6, EVER)
+
+
+def poison(device: torch.device) -> None:
+    """Fill the memory that is allocated next with NaN."""
+    if device.type != "cuda":
+        return
+    torch.cuda.empty_cache()
+    sizes = [64 << 20] * 24 + [512 << 10] * 64
+    held = [torch.full((size,), 255, dtype=torch.uint8, device=device) for size in sizes]
+    del held
+
+
+class Soaked:
+    """One method on one model and one set of client sizes, in three ways."""
+
+    def __init__(
+        self, method: str, model: str, sizes: list[int], seed: int, side: int, device: torch.device
+    ) -> None:
+        backbone = models[NAMES[model]](models[NAMES[model]].Config(), InputSpec(3, side, side))
+        task = Task(
+            classes=CLASSES,
+            clients=len(sizes),
+            rounds=100,
+            batch_size=BATCH,
+            epochs=1,
+            seed=seed,
+            width=backbone.width,
+            lr=LR,
+            optimiser="sgd",
+        )
+        cls = methods[method]
+        self.method, self.sizes, self.device = cls(cls.Config(), task), sizes, device
+        net = Model(backbone, self.method.head(backbone.width))
+        trained, frozen = net.divide(net.init(torch.Generator().manual_seed(seed)))
+        data, ends = make_data(sum(sizes), CLASSES, side, device), list(itertools.accumulate(sizes))
+        clients = [torch.arange(end - n, end).numpy() for n, end in zip(sizes, ends, strict=True)]
+        settings = TrainSettings(epochs=1, batch_size=BATCH, optimiser="sgd", lr=LR)
+        fast = fast_path(device)
+        ways = {"fast": fast, "plain": Means(), "half": Means(half=True)}
+        self.ways: dict[str, InProcess] = {}
+        for name, means in ways.items():
+            cohort = Cohort(
+                net, self.method, data, clients, settings, seed, device, frozen=frozen, means=means
+            )
+            params = {**trained, **frozen}
+            rule = Trial(net, params, means, device, BATCH, (3, side, side)).rule()
+            self.ways[name] = InProcess(cohort, rule)
+        state = self.method.init_state(trained, {})
+        self.state: Record = (state.replace({FROZEN: frozen}) if frozen else state).to(device)
+
+    def rounds(self, count: int) -> Iterator[dict[str, float]]:
+        """Of each training stage: the largest differences of the fast path and of bfloat16."""
+        everyone = [k for k, n in enumerate(self.sizes) if n]
+        everyone.sort(key=lambda k: -self.sizes[k])
+        for round in range(count):
+            for stage in self.method.stages(round):
+                sent = stage.broadcast(self.state, round, everyone)
+                found: dict[str, dict[int, Reply]] = {}
+                for name, transport in self.ways.items():
+                    poison(self.device)
+                    answers = list(transport.exchange(stage, round, {k: sent[k] for k in everyone}))
+                    failed = [a for a in answers if isinstance(a, Failure)]
+                    assert not failed, failed[0]
+                    found[name] = {a.client: a for a in answers if isinstance(a, Reply)}
+                if stage.train:
+                    yield {name: self.apart(found, sent, name) for name in ("fast", "half")} | {
+                        "saved": float(sum(r.saved for r in found["fast"].values()))
+                    }
+                replies = iter(found["plain"].values())
+                self.state = stage.aggregate(self.state, round, sent, replies).state
+
+    def apart(self, found: Any, sent: Any, name: str) -> float:
+        """The largest relative difference of a client's update from that of the plain path."""
+        worst = 0.0
+        for client, plain in found["plain"].items():
+            start, ours, theirs = (
+                torch.cat([t.double().flatten() for t in record.get(PARAMS).values()])
+                for record in (
+                    Record({PARAMS: {n: sent[client].get(PARAMS)[n] for n in self._names}}),
+                    Record(
+                        {
+                            PARAMS: {
+                                n: found[name][client].record.get(PARAMS)[n] for n in self._names
+                            }
+                        }
+                    ),
+                    Record({PARAMS: {n: plain.record.get(PARAMS)[n] for n in self._names}}),
+                )
+            )
+            apart = float((ours - theirs).norm() / (theirs - start).norm())
+            worst = max(worst, apart if apart == apart else float("inf"))
+        return worst
+
+    @property
+    def _names(self) -> list[str]:
+        return list(self.state.get(PARAMS))
+
+
+def work(options: argparse.Namespace) -> None:
+    """One process: prints a JSON line per round."""
+    device = torch.device(options.device)
+    soaked = Soaked(
+        options.methods, options.models, SIZES[options.sizes], int(options.seeds), options.side,
+        device,
+    )  # fmt: skip
+    for row in soaked.rounds(options.rounds):
+        print(json.dumps(row), flush=True)
+
+
+def judge(rows: list[dict[str, float]]) -> tuple[float, float, bool]:
+    """The largest difference of the fast path, what is allowed beside it, and whether it holds."""
+    worst = max(rows, key=lambda r: r["fast"] / max(ALLOWED * r["half"], FLOOR))
+    limit = max(ALLOWED * worst["half"], FLOOR)
+    return worst["fast"], limit, worst["fast"] <= limit and not any(r["saved"] for r in rows)
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser()
+    parser.add_argument("--methods", default="all")
+    parser.add_argument("--models", default="Ti,S")
+    parser.add_argument("--sizes", default="equal,flair")
+    parser.add_argument("--seeds", default="0")
+    parser.add_argument("--rounds", type=int, default=2)
+    parser.add_argument("--side", type=int, default=144)
+    parser.add_argument("--at-once", type=int, default=8)
+    parser.add_argument("--repeat", type=int, default=1)
+    parser.add_argument("--device", default="cuda")
+    parser.add_argument("--out", type=Path, default=Path(__file__).parent / "results")
+    parser.add_argument("--worker", action="store_true", help=argparse.SUPPRESS)
+    options = parser.parse_args()
+    if options.worker:
+        work(options)
+        return
+    names = methods.names() if options.methods == "all" else options.methods.split(",")
+    parts = [names, options.models.split(","), options.sizes.split(","), options.seeds.split(",")]
+    waiting = list(itertools.product(*parts)) * options.repeat
+    running: list[tuple[Any, subprocess.Popen[str], Path]] = []
+    results, total = [], len(waiting)
+    with tempfile.TemporaryDirectory() as scratch:
+        while waiting or running:
+            while waiting and len(running) < options.at_once:
+                job, place = waiting.pop(0), Path(scratch) / str(len(waiting))
+                place.mkdir()
+                command = [sys.executable, __file__, "--worker"]
+                for flag, value in zip(("methods", "models", "sizes", "seeds"), job, strict=True):
+                    command += [f"--{flag}", value]
+                for flag in ("rounds", "side", "device"):
+                    command += [f"--{flag}", str(getattr(options, flag))]
+                cache = {
+                    "TORCHINDUCTOR_CACHE_DIR": str(place),
+                    "TRITON_CACHE_DIR": str(place / "t"),
+                }
+                with (place / "out").open("w") as out, (place / "err").open("w") as err:
+                    process = subprocess.Popen(
+                        command, stdout=out, stderr=err, text=True, env={**os.environ, **cache}
+                    )
+                running.append((job, process, place))
+            time.sleep(0.05)
+            for entry in [e for e in running if e[1].poll() is not None]:
+                running.remove(entry)
+                job, process, place = entry
+                rows = [json.loads(line) for line in (place / "out").read_text().splitlines()]
+                if process.returncode or len(rows) != options.rounds:
+                    reason = (place / "err").read_text().strip().splitlines()[-1:] or ["no output"]
+                    results.append({"job": job, "ok": False, "reason": reason[0][:200]})
+                else:
+                    fast, limit, ok = judge(rows)
+                    results.append({"job": job, "ok": ok, "fast": fast, "limit": limit})
+                row = results[-1]
+                text = row.get("reason") or f"{row['fast']:.4f} | {row['limit']:.4f}"
+                print(
+                    f"| {' | '.join(job)} | {text} | {'ok' if row['ok'] else 'EXCESS'} |",
+                    flush=True,
+                )
+    bad = sum(not row["ok"] for row in results)
+    print(f"{total} processes, {options.at_once} at once: {bad} with an excess")
+    about = {"torch": torch.__version__, "device": options.device, "results": results}
+    if torch.cuda.is_available():
+        about["device"] = torch.cuda.get_device_name()
+    options.out.mkdir(exist_ok=True)
+    (options.out / "soak.json").write_text(json.dumps(about, indent=1) + "\n")
+    sys.exit(1 if bad else 0)
+
+
+if __name__ == "__main__":
+    main()

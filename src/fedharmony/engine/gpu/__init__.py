@@ -1,0 +1,1 @@
+"""What makes steps fast on a GPU: compiled pieces, recorded graphs. The plain path needs none."""

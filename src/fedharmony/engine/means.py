@@ -1,0 +1,90 @@
+"""How to compute: precision, recorded steps, compiled pieces; results agree up to rounding."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from contextlib import AbstractContextManager, nullcontext
+from dataclasses import dataclass
+
+import torch
+from torch import Tensor
+
+from fedharmony.types import Tensors
+
+
+@dataclass(frozen=True)
+class Means:
+    """How to compute; by default the plain path, which everything else is compared with.
+
+    Attributes:
+        half: products in bfloat16; parameters, moments, losses and correlations stay float32.
+        graphs: record each shape of step once as a CUDA graph.
+        compile: compile the parts of the backbone, and the optimiser's pass.
+        fixed: keep tensors in place and shapes few, as graphs need it, even without graphs.
+        backend: of ``torch.compile``.
+    """
+
+    half: bool = False
+    graphs: bool = False
+    compile: bool = False
+    fixed: bool = False
+    backend: str = "inductor"
+
+    @property
+    def plain(self) -> bool:
+        """Whether this is the plain path: float32, neither compiled nor recorded."""
+        return not (self.half or self.graphs or self.compile)
+
+    @property
+    def few_shapes(self) -> bool:
+        """Whether a new shape is expensive."""
+        return self.graphs or self.compile or self.fixed
+
+    def autocast(self, device: torch.device) -> AbstractContextManager[object]:
+        """Where products are taken in half precision."""
+        return torch.autocast(device.type, torch.bfloat16) if self.half else nullcontext()
+
+    def product_dtype(self, dtype: torch.dtype) -> torch.dtype:
+        """What products are taken in, where everything else is ``dtype``."""
+        return torch.bfloat16 if self.half else dtype
+
+    def halved(self, tensors: Mapping[str, Tensor]) -> frozenset[str]:
+        """Names of the weight matrices, which enter products only, if these are in half precision.
+
+        Their copies in bfloat16 are what autocast would make, once per step instead of per use.
+        """
+        if not self.half:
+            return frozenset()
+        return frozenset(n for n, t in tensors.items() if n.endswith(".weight") and t.dim() > 2)
+
+    def lowered(self, tensors: Mapping[str, Tensor]) -> Tensors:
+        """Stacked tensors as the model reads them."""
+        half = self.halved(tensors)
+        return {n: t.bfloat16() if n in half else t for n, t in tensors.items()}
+
+    def rows(self, most: int, batch_size: int) -> int:
+        """Rows of a batch that must hold ``most`` images: exactly, or the next of few sizes.
+
+        >>> Means().rows(5, 16), Means(graphs=True).rows(5, 16), Means(graphs=True).rows(11, 11)
+        (5, 6, 11)
+        """
+        most = min(most, batch_size)
+        return min(batch_size, rounded_up(most)) if self.few_shapes else most
+
+    def width(self, clients: int) -> int:
+        """Width of a program for so many clients, likewise.
+
+        >>> Means().width(9), [Means(graphs=True).width(w) for w in (1, 3, 5, 9, 17, 33)]
+        (9, [1, 3, 5, 9, 18, 36])
+        """
+        return rounded_up(clients, bits=4) if self.few_shapes else clients
+
+
+def rounded_up(number: int, bits: int = 2) -> int:
+    """The next number with no more than so many leading bits: few sizes, little added.
+
+    >>> [rounded_up(n) for n in (1, 2, 3, 5, 7, 9, 13, 17)], rounded_up(17, bits=3)
+    ([1, 2, 3, 6, 8, 12, 16, 24], 20)
+    """
+    grain: int = 1 << max(0, (number - 1).bit_length() - bits)
+    return -(-number // grain) * grain

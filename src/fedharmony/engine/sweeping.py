@@ -1,0 +1,176 @@
+"""A pass over the data of a stack of clients, without training: one per client and batch."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Mapping, Sequence
+
+import torch
+from torch import Tensor
+
+from fedharmony.engine.batches import Plan, plan_batches
+from fedharmony.engine.clients import ClientData
+from fedharmony.engine.means import Means
+from fedharmony.engine.stacking import OneClient, StackedMessage, expand, narrow
+from fedharmony.engine.training import Show
+from fedharmony.losses import Batch
+from fedharmony.methods.base import Sweep
+from fedharmony.models.base import Model, stack
+from fedharmony.rng import torch_rng
+from fedharmony.types import Record, Tensors
+
+#: What the per-image gradients of one step of a sweep may occupy, in bytes.
+GRADIENT_BYTES = {"cpu": 1 << 28, "cuda": 1 << 33}
+
+
+class Sweeper:
+    """Sweeps over the data of stacks of clients.
+
+    Args:
+        model: whose outputs, features or gradients are looked at.
+        data: what the clients hold.
+        means: how to compute.
+        frozen: the model's frozen tensors.
+        show: from pixels to the model's input.
+        batch: images per client and step.
+    """
+
+    def __init__(
+        self,
+        model: Model,
+        data: ClientData,
+        means: Means,
+        frozen: Mapping[str, Tensor],
+        show: Show,
+        batch: int,
+    ) -> None:
+        self.model, self.data, self.means, self.frozen = model, data, means, frozen
+        self._show, self._batch = show, batch
+
+    def parts(self, sweep: Sweep, clients: Sequence[int], params: Tensors) -> Iterator[slice]:
+        """Parts of a stack that a sweep takes at a time."""
+        width = self._room(sweep, params)[1] or len(clients)
+        for first in range(0, len(clients), width):
+            yield slice(first, first + width)
+
+    @torch.no_grad()
+    def sweep(
+        self,
+        sweep: Sweep,
+        round: int,
+        clients: Sequence[int],
+        messages: Mapping[int, Record],
+        tensors: Tensors,
+    ) -> Tensors:
+        """One pass over each client's data in stored order, with its own parameters."""
+        message = StackedMessage([messages[k] for k in clients])
+        seen = [self.data.some(round, k, sweep.limit) for k in clients]
+        size = self.means.rows(len(seen[0]), self._room(sweep, tensors)[0])
+        plan = plan_batches([index[None] for index in seen], size)
+        index = self.data.upload(plan.index)
+        read = tensors if sweep.reads == "gradients" else self.means.lowered(tensors)
+        draws = self._draws(sweep, round, clients, plan)
+        carry = stack([sweep.start(OneClient(tensors, m)) for m in range(len(clients))])
+        carry = {name: tensor.to(self.data.device) for name, tensor in carry.items()}
+        fold = torch.vmap(sweep.fold)
+        for first, last, width, _ in plan.segments():
+            params, groups = narrow(read, width), message.first(width)
+            part = narrow(carry, width)
+            steps = (self._index(plan, index, step, width) for step in range(first, last))
+            looked: Iterator[tuple[Tensor, Tensor | None]] = ((shown, None) for shown in steps)
+            if sweep.reads != "labels":
+                looked = self.data.gathered(steps)
+            for step, (shown, pixels) in enumerate(looked, start=first):
+                rows = slice(step * size, step * size + shown.shape[1])
+                batch = self.data.batch(shown, {})
+                batch = batch._replace(draws={n: t[:width, rows] for n, t in draws.items()})
+                values = self._values(sweep, params, message, groups, pixels, batch)
+                part = fold(part, values, batch)
+            for name, value in part.items():
+                carry[name][:width] = value
+        return torch.vmap(sweep.finish)(carry, tensors)
+
+    def _values(
+        self,
+        sweep: Sweep,
+        params: Tensors,
+        message: StackedMessage,
+        groups: Mapping[str, Tensors],
+        pixels: Tensor | None,
+        batch: Batch,
+    ) -> Tensor | Tensors:
+        """What a sweep reads of one batch."""
+        if pixels is None:
+            return batch.labels
+        if sweep.reads == "images":
+            return pixels
+        # Half-precision copies of matrices aside, a pass is as precise as its parameters.
+        dtype = next(t.dtype for t in params.values() if t.dtype != torch.bfloat16)
+        if sweep.reads == "gradients":
+            images = self._show(pixels, groups, message.dims, {}, dtype)
+            return self._gradients(sweep, params, images, batch)
+        images = self._show(pixels, groups, message.dims, {}, self.means.product_dtype(dtype))
+        whole = {**params, **self._constants(len(pixels), dtype)}
+        with self.means.autocast(self.data.device):
+            wanted = self.model.features if sweep.reads == "features" else self.model.apply
+            return wanted(whole, images).to(dtype)
+
+    def _gradients(self, sweep: Sweep, params: Tensors, images: Tensor, batch: Batch) -> Tensors:
+        """One gradient per image, (M, B, ...): each image is a client of the stacked model."""
+        assert sweep.objective is not None, "a sweep over gradients needs an objective"
+        clients, rows = images.shape[:2]
+        single = images.flatten(0, 1).unsqueeze(1)
+        with torch.enable_grad():
+            leaves = {
+                name: t.unsqueeze(1).expand(clients, rows, *t.shape[1:]).flatten(0, 1).detach()
+                for name, t in params.items()
+            }
+            for leaf in leaves.values():
+                leaf.requires_grad_()
+            whole = {**leaves, **self._constants(len(single), images.dtype)}
+            outputs = self.model.apply(whole, single).view(clients, rows, -1)
+            total = sweep.objective(outputs, batch).sum()
+            # A parameter the outputs do not depend on has gradient zero, not none.
+            found = torch.autograd.grad(total, list(leaves.values()), materialize_grads=True)
+        return {
+            name: gradient.view(clients, rows, *gradient.shape[1:])
+            for name, gradient in zip(leaves, found, strict=True)
+        }
+
+    def _room(self, sweep: Sweep, params: Tensors) -> tuple[int, int | None]:
+        """Images and clients per step of a sweep (none: all): per-image gradients need room."""
+        if sweep.reads != "gradients":
+            return self._batch, None
+        numbers = sum(t[0].numel() * t.element_size() for t in params.values())
+        room = GRADIENT_BYTES.get(self.data.device.type, GRADIENT_BYTES["cpu"])
+        rows = max(1, room // numbers)
+        batch = min(self._batch, rows)
+        return batch, rows // batch
+
+    def _draws(self, sweep: Sweep, round: int, clients: Sequence[int], plan: Plan) -> Tensors:
+        """What a sweep draws, (M, S · B, ...) each, every client from a generator of its own."""
+        if sweep.draw is None:
+            return {}
+        rows = plan.index.shape[0] * plan.index.shape[2]
+        drawn = []
+        for m, k in enumerate(clients):
+            images = int((plan.index[:, m] >= 0).sum())
+            own = sweep.draw(torch_rng(self.data.seed, "sweep draws", round, k), images)
+            drawn.append(
+                {
+                    n: torch.cat([t, t.new_zeros(rows - images, *t.shape[1:])])
+                    for n, t in own.items()
+                }
+            )
+        return {name: tensor.to(self.data.device) for name, tensor in stack(drawn).items()}
+
+    def _index(self, plan: Plan, index: Tensor, step: int, width: int) -> Tensor:
+        """Image indices (width, B) of a step, without rows that all clients only pad."""
+        if self.means.few_shapes:
+            return index[step, :width]
+        images = int((plan.index[step, :width] >= 0).sum(axis=1).max())  # padding comes last
+        return index[step, :width, :images]
+
+    def _constants(self, width: int, dtype: torch.dtype) -> Tensors:
+        """The frozen tensors of a stack, without a copy."""
+        cast = {n: t.to(dtype) if t.is_floating_point() else t for n, t in self.frozen.items()}
+        return expand(cast, width)
