@@ -37,17 +37,14 @@ def kernels(times: int) -> list[dict[str, Any]]:
 
     def compare(self: Any, *args: Any, **options: Any) -> Any:
         names = self.fn.arg_names[: len(args)]
-        outputs = [i for i, name in enumerate(names) if name.startswith("out_ptr")]
+        outputs = [i for i, name in enumerate(names) if "out_ptr" in name]
         stream, results = torch.cuda.current_stream().cuda_stream, []
         for launcher in [*self.launchers] * times:
             given = [a.clone() if i in outputs else a for i, a in enumerate(args)]
             launcher(*given, **options, stream=stream)
             results.append([given[i].float() for i in outputs])
-        worst = max(
-            float((a - b).norm() / a.norm().clamp_min(1e-20))
-            for other in results[1:]
-            for a, b in zip(results[0], other, strict=True)
-        )
+        pairs = [p for other in results[1:] for p in zip(results[0], other, strict=True)]
+        worst = max((float((a - b).norm() / a.norm().clamp_min(1e-20)) for a, b in pairs), default=0)
         text = self.inductor_meta["kernel_name"], len(self.launchers), worst
         found.append(dict(zip(("kernel", "sizes", "worst"), text, strict=True)))
         return choose(self, *args, **options)
@@ -75,6 +72,8 @@ def main() -> None:
     parser.add_argument("--as", dest="mode", choices=["torch", "barrier"])
     options = parser.parse_args()
     if options.mode:
+        import torch._inductor.config
+
         torch._inductor.config.force_disable_caches = True
         if options.mode == "barrier":
             from fedharmony.engine.gpu.barrier import compiler_is_safe
@@ -86,7 +85,7 @@ def main() -> None:
     rows = []
     for mode in ("torch", "barrier"):
         command = [sys.executable, __file__, "--as", mode, "--times", str(options.times)]
-        done = subprocess.run(command, capture_output=True, text=True, check=True)
+        done = subprocess.run(command, stdout=subprocess.PIPE, text=True, check=True)
         for row in json.loads(done.stdout.splitlines()[-1]):
             if row["sizes"] > 1:
                 wrong = row["worst"] > 0.01
