@@ -508,7 +508,7 @@ def main() -> None:
         with _ended_by_sigterm():
             app()
     except Stopped as stop:
-        typer.echo(f"\nFedharmony was {stop}.", err=True)
+        typer.echo(f"\nThe program was {stop}.", err=True)
         raise SystemExit(stop.code) from None
     except FedHarmonyError as error:
         paragraph = Text.assemble(("Error:", "bold red"), f" {error}")

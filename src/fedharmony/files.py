@@ -40,9 +40,11 @@ def write_atomically(path: str | Path, data: bytes) -> None:
     """Write ``data`` to ``path`` in one step; several processes may do so at once.
 
     The data go to a temporary file in the same folder, are forced to the disk, and replace the old
-    file. Raises :class:`OSError` when that fails; the old file is then untouched.
+    file. Raises :class:`OSError` when that fails; the old file is then untouched. What dead
+    processes were writing in the folder is removed.
     """
     path = Path(path)
+    remove_leftovers(path.parent)
     handle, temporary = _temporary(path)
     try:
         with os.fdopen(handle, "wb") as file:
@@ -107,7 +109,10 @@ def sole_writer(folder: Path) -> Iterator[None]:
 
 
 def refuse_if_held(folder: Path) -> None:
-    """Refuse a folder in which another process writes, before any work is done for it."""
+    """Refuse a folder in which another process writes, before any work is done for it.
+
+    A lock that a dead process left behind is removed.
+    """
     file = folder / LOCK
     try:
         handle = os.open(file, os.O_RDWR)
@@ -115,6 +120,7 @@ def refuse_if_held(folder: Path) -> None:
         return  # nobody, or a folder that cannot be written: that is told when it is
     try:
         _lock(handle)
+        file.unlink(missing_ok=True)
     except BlockingIOError:
         raise _held(file) from None
     except OSError:

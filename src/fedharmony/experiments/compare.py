@@ -90,6 +90,7 @@ def rehearse(runs: Sequence[Planned], observe: Observer) -> DataSet:
     data: DataSet | None = None
     built: dict[str, Binding] = {}
     for run in runs:
+        refuse_if_held(run.folder.path)
         kind = repr((run.label, run.settings.method_config()))
         if kind not in built:
             data = data or load_data(run.settings, observe, None)

@@ -32,6 +32,7 @@ from fedharmony.errors import CheckpointError, ConfigError, FedHarmonyError, Sto
 from fedharmony.experiments.binding import Binding, bind
 from fedharmony.experiments.folder import EventLog, RunFolder, Saved, environment, jsonable
 from fedharmony.experiments.settings import EngineSettings, Settings
+from fedharmony.files import refuse_if_held
 from fedharmony.methods.base import Method, Task, methods
 from fedharmony.metrics import (
     MultiLabelResult,
@@ -395,6 +396,8 @@ def resume(
     began on, results agree up to rounding. ``data`` saves loading them once more.
     """
     settings = folder.open()
+    if crew().leads:
+        refuse_if_held(folder.path)
     if device is not None:
         settings = replace(settings, engine=replace(settings.engine, device=device))
     if (results := finished(folder)) is not None:
