@@ -137,7 +137,8 @@ class EngineSettings:
         graphs: record steps as CUDA graphs; none does on a GPU.
         deterministic: ask torch for kernels that repeat to the bit (slower on a GPU).
         sweep_batch: images per client and step in passes without gradient.
-        threads: CPU threads; none keeps torch's choice.
+        threads: CPU threads; none takes torch's choice when the run starts. The bits of a result
+            depend on it, so a resumed run keeps the number.
         tf32: matrix products on CUDA with shorter mantissas: faster, less exact.
         memory_mb: what clients keep between rounds is on disk; this much of it also in memory.
     """
