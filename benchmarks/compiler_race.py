@@ -44,7 +44,8 @@ def kernels(times: int) -> list[dict[str, Any]]:
             launcher(*given, **options, stream=stream)
             results.append([given[i].float() for i in outputs])
         pairs = [p for other in results[1:] for p in zip(results[0], other, strict=True)]
-        worst = max((float((a - b).norm() / a.norm().clamp_min(1e-20)) for a, b in pairs), default=0)
+        apart = [float((a - b).norm() / a.norm().clamp_min(1e-20)) for a, b in pairs]
+        worst = max(apart, default=0.0)
         text = self.inductor_meta["kernel_name"], len(self.launchers), worst
         found.append(dict(zip(("kernel", "sizes", "worst"), text, strict=True)))
         return choose(self, *args, **options)

@@ -93,6 +93,7 @@ def test_a_run_folder_is_complete(finished: Path) -> None:
     assert names == {
         "config.toml",
         "environment.json",
+        "binding.json",
         "partition.json",
         "split_report.json",
         "events.jsonl",

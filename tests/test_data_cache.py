@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import gzip
+import hashlib
 import io
 import json
 import logging
@@ -735,6 +736,43 @@ def test_pixels_without_their_description_do_not_count(tmp_path: Path, own_cache
         damage()
         assert np.array_equal(pixels_of(decoded(some, Resize(4))), wanted)
         assert some.reads == before + 2
+
+
+@pytest.mark.parametrize("place", [0, 99, 100, -1])
+def test_altered_pixels_are_decoded_again(
+    place: int,
+    tmp_path: Path,
+    own_cache: Path,
+    monkeypatch: pytest.MonkeyPatch,
+    caplog: pytest.LogCaptureFixture,
+) -> None:
+    """Parts of 100 bytes, of which an image has 48: one wrong byte in any of them is found."""
+    monkeypatch.setattr(cache, "PART", 100)
+    some = pictures(2 * CHUNK + 3, tmp_path / "log")
+    first = decoded(some, Resize(4))
+    wanted = pixels_of(first)
+    (pixels,) = own_cache.rglob("*.u8")
+    (sidecar,) = own_cache.rglob("*.json")
+    data = pixels.read_bytes()
+    sums = [hashlib.sha256(data[i : i + 100]).hexdigest() for i in range(0, len(data), 100)]
+    assert json.loads(sidecar.read_text())["sha256"] == sums
+    altered = bytearray(data)
+    altered[place] ^= 1
+    pixels.write_bytes(altered)
+    again = decoded(some, Resize(4))
+    assert f"part {(place % len(data)) // 100 + 1} of {len(sums)}" in caplog.text
+    assert np.array_equal(pixels_of(again), wanted)
+    assert some.reads == 2 * len(some)
+    assert again.images.sha256 == first.images.sha256
+    decoded(some, Resize(4))
+    assert some.reads == 2 * len(some)  # sound again
+
+
+def test_pixels_are_known_by_their_content() -> None:
+    """Other images of the same number and size are others; the same ones are the same."""
+    one, two = pictures(3), Memory([picture(7), *pictures(3).contents[1:]], mark="other")
+    found = [decoded(files, Resize(4)).images.sha256 for files in (one, two, one)]
+    assert found[0] == found[2] != found[1]
 
 
 def test_pixels_of_other_settings_are_never_used(own_cache: Path) -> None:

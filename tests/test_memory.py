@@ -18,6 +18,7 @@ from fedharmony.errors import CheckpointError
 from fedharmony.experiments import run
 from fedharmony.experiments.folder import RunFolder
 from fedharmony.experiments.settings import load_settings
+from fedharmony.files import PARTIAL
 
 
 def number(value: float) -> dict[str, Tensor]:
@@ -191,7 +192,7 @@ def test_survives_the_process(tmp_path: Path) -> None:
 def test_files_of_others_and_half_written_ones_are_not_versions(tmp_path: Path) -> None:
     """A process killed while it wrote leaves its temporary file behind; a resume removes it."""
     ClientMemory(tmp_path).write(3, 0, number(5))
-    (tmp_path / "3" / ".1.safetensors.k2j4").write_bytes(b"half")
+    (tmp_path / "3" / f".1.safetensors.k2j4{PARTIAL}").write_bytes(b"half")
     (tmp_path / "3" / "notes.safetensors").write_bytes(b"?")
     (tmp_path / "other").mkdir()
     (tmp_path / "other" / "1.safetensors").write_bytes(b"?")

@@ -176,7 +176,7 @@ def fake_scores(
     """Replace training by a table from (lr, value of the setting) to the score."""
     seen: list[Any] = []
 
-    def execute(planned: list[Planned], observer: Any) -> list[dict[str, Any]]:
+    def execute(planned: list[Planned], observer: Any, data: Any) -> list[dict[str, Any]]:
         (run,) = planned
         config = run.settings.method_config()
         key = (run.settings.training.lr, getattr(config, "mu", None))

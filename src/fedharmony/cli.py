@@ -10,7 +10,9 @@ import importlib
 import logging
 import os
 import shlex
+import signal
 import sys
+import threading
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from enum import StrEnum
@@ -24,7 +26,7 @@ from rich.text import Text
 
 import fedharmony
 from fedharmony.cli_data import data_app, models_app, partition
-from fedharmony.errors import ClientLimitError, ConfigError, FedHarmonyError
+from fedharmony.errors import ClientLimitError, ConfigError, FedHarmonyError, Stopped
 from fedharmony.registry import load_plugins
 from fedharmony.report.progress import Progress
 
@@ -108,31 +110,59 @@ def _settings(
 
 
 def _guarded(folder: Path, work: Callable[[], Any]) -> Any:
-    """Run ``work``; Ctrl-C says how to go on."""
+    """Run ``work``; Ctrl-C and SIGTERM say how to go on."""
     try:
         return work()
-    except KeyboardInterrupt:
+    except (KeyboardInterrupt, Stopped) as stop:
         typer.echo(
             f"\nStopped. Every finished round is saved; go on with\n  fedharmony resume "
             f"{shlex.quote(str(folder))}",
             err=True,
         )
-        raise typer.Exit(130) from None
+        raise typer.Exit(_exit_code(stop)) from None
 
 
 @contextmanager
 def _repeatable(folder: Path) -> Iterator[None]:
-    """A sequence of runs: Ctrl-C says that the same command goes on."""
+    """A sequence of runs: Ctrl-C and SIGTERM say that the same command goes on."""
     try:
         yield
-    except KeyboardInterrupt:
+    except (KeyboardInterrupt, Stopped) as stop:
         command = shlex.join(["fedharmony", *sys.argv[1:]])
         typer.echo(
             f"\nStopped. Finished runs and rounds are kept in {folder}; the same command goes on:\n"
             f"  {command}",
             err=True,
         )
-        raise typer.Exit(130) from None
+        raise typer.Exit(_exit_code(stop)) from None
+
+
+def _exit_code(stop: KeyboardInterrupt | Stopped) -> int:
+    """What a shell expects of a program that a signal ended: 128 and its number."""
+    return stop.code if isinstance(stop, Stopped) else 128 + signal.SIGINT
+
+
+@contextmanager
+def _ended_by_sigterm() -> Iterator[None]:
+    """SIGTERM ends what runs inside as Ctrl-C does; a second one ends it at once.
+
+    Of several processes only the first has something to save; the others end at once.
+    """
+
+    def stop(number: int, frame: object) -> None:
+        signal.signal(signal.SIGTERM, signal.SIG_DFL)
+        raise Stopped("SIGTERM", number)
+
+    if os.environ.get("RANK", "0") != "0" or threading.current_thread() is not (
+        threading.main_thread()
+    ):
+        yield
+        return
+    before = signal.signal(signal.SIGTERM, stop)
+    try:
+        yield
+    finally:
+        signal.signal(signal.SIGTERM, before)
 
 
 def _progress(quiet: bool) -> Progress:
@@ -191,9 +221,9 @@ def run(
     """
     settings = _settings(config, overrides, device, plugin)
     from fedharmony.experiments import run as runs
-    from fedharmony.experiments.folder import RunFolder
+    from fedharmony.experiments.folder import RunFolder, folder_name
 
-    method = settings.label.replace(":", "-")
+    method = folder_name(settings.label)
     folder = out or Path("runs") / f"{Path(config).stem}-{method}-seed{settings.run.seed}"
     with _progress(quiet or not _leads()) as progress:
         _guarded(folder, lambda: runs.start(settings, RunFolder(folder), progress))
@@ -294,7 +324,7 @@ def tune(
             return progress
 
         with _repeatable(folder):
-            found = search.run(observer)
+            found = search.run(observer, progress)
     table = Table(box=None, pad_edge=False)
     for heading in ("Method", "lr", "setting", f"{CRITERION} before", f"{CRITERION} found", ""):
         table.add_column(heading, justify="left" if heading in ("Method", "setting") else "right")
@@ -342,26 +372,28 @@ def _compare(
 ) -> None:
     from fedharmony.engine.checkpoint import write_file
     from fedharmony.experiments import compare as comparison
+    from fedharmony.experiments.folder import RunFolder
     from fedharmony.report.load import load_comparison
     from fedharmony.report.tables import table_of
 
     planned = comparison.plan(settings, labels, seeds, folder)
-    comparison.write_index(folder, name, planned)  # first: a comparison under way can be reported
-    with _progress(quiet) as progress:
+    with _progress(quiet) as progress, _repeatable(folder):
+        data = comparison.rehearse(planned, progress)
 
         def observer(i: int, planned_run: Planned) -> Callable[[dict[str, Any]], None]:
             progress.begin(i + 1, len(planned), f"{planned_run.label} seed {planned_run.seed}")
             return progress
 
-        with _repeatable(folder):
-            comparison.execute(planned, observer)
-    table = table_of(load_comparison(folder).groups)
-    for suffix, text in (
-        ("md", table.to_markdown()),
-        ("csv", table.to_csv()),
-        ("tex", table.to_latex()),
-    ):
-        write_file(folder / f"table.{suffix}", text.encode())
+        with RunFolder(folder).writing():
+            comparison.write_index(folder, name, planned)  # one under way can be reported
+            comparison.execute(planned, observer, data)
+            table = table_of(load_comparison(folder).groups)
+            for suffix, text in (
+                ("md", table.to_markdown()),
+                ("csv", table.to_csv()),
+                ("tex", table.to_latex()),
+            ):
+                write_file(folder / f"table.{suffix}", text.encode())
     _show(folder, quiet)
 
 
@@ -473,7 +505,11 @@ def main() -> None:
     if not logger.handlers:
         logger.addHandler(logging.StreamHandler())
     try:
-        app()
+        with _ended_by_sigterm():
+            app()
+    except Stopped as stop:
+        typer.echo(f"\nThe program was {stop}.", err=True)
+        raise SystemExit(stop.code) from None
     except FedHarmonyError as error:
         paragraph = Text.assemble(("Error:", "bold red"), f" {error}")
         Console(stderr=True).print(paragraph, soft_wrap=not sys.stderr.isatty())

@@ -30,6 +30,21 @@ class CheckpointError(FedHarmonyError):
     """A checkpoint or run folder cannot be read, written, or continued."""
 
 
+class Stopped(BaseException):
+    """A signal asked the program to end, as Ctrl-C does.
+
+    Like :class:`KeyboardInterrupt` no :class:`Exception`: nothing that handles failures of clients
+    or files takes it for one.
+
+    Attributes:
+        code: what the program exits with.
+    """
+
+    def __init__(self, signal: str, number: int) -> None:
+        super().__init__(f"stopped by {signal}")
+        self.code = 128 + number
+
+
 class ClientLimitError(FedHarmonyError):
     """More clients failed than the run allows; its state has been saved."""
 

@@ -1,27 +1,189 @@
-"""Writing files so that a crash leaves the old content or the new, never a mixture."""
+"""Writing files: whole or not at all, and by one process at a time.
+
+A file that is being written lies beside its final place under a name of our own, and is locked by
+the process that writes it; the kernel lets the lock go when that process ends, however it ends. So
+whoever comes next can tell what a dead process left behind from what is being written now.
+"""
 
 from __future__ import annotations
 
+import json
+import logging
 import os
+import socket
 import tempfile
+from collections.abc import Iterator
+from contextlib import contextmanager, suppress
+from datetime import UTC, datetime
+from functools import cache
 from pathlib import Path
+from typing import Any
+
+from fedharmony.errors import CheckpointError
+
+try:
+    import fcntl
+except ImportError:  # not a POSIX system
+    fcntl = None  # type: ignore[assignment]
+
+#: How the names of files end that are being written.
+PARTIAL = ".fedharmony-partial"
+#: The file that a folder's writer holds. It is gone when nobody writes.
+LOCK = ".fedharmony-lock"
+#: A temporary name takes so much of the final one: names have at most 255 bytes.
+KEPT_NAME = 40
+
+logger = logging.getLogger(__name__)
 
 
 def write_atomically(path: str | Path, data: bytes) -> None:
     """Write ``data`` to ``path`` in one step; several processes may do so at once.
 
     The data go to a temporary file in the same folder, are forced to the disk, and replace the old
-    file. Raises :class:`OSError` when that fails; the old file is then untouched.
+    file. Raises :class:`OSError` when that fails; the old file is then untouched. What dead
+    processes were writing in the folder is removed.
     """
     path = Path(path)
-    handle, temporary = tempfile.mkstemp(dir=path.parent, prefix=f".{path.name}.")
+    remove_leftovers(path.parent)
+    handle, temporary = _temporary(path)
     try:
         with os.fdopen(handle, "wb") as file:
             file.write(data)
             file.flush()
             os.fsync(file.fileno())
-        Path(temporary).chmod(0o644)
-        Path(temporary).replace(path)
+            temporary.chmod(0o644)
+            temporary.replace(path)  # still locked: nobody takes it for a leftover
     except BaseException:
-        Path(temporary).unlink(missing_ok=True)
+        temporary.unlink(missing_ok=True)
         raise
+
+
+def _temporary(path: Path) -> tuple[int, Path]:
+    """A new file beside ``path``, locked while its handle is open."""
+    while True:
+        prefix = f".{path.name[:KEPT_NAME]}."
+        handle, name = tempfile.mkstemp(PARTIAL, prefix, path.parent)
+        with suppress(OSError):  # without locks it is never taken for a leftover either
+            _lock(handle, wait=True)
+        if Path(name).exists():  # else it was swept away before it was locked
+            return handle, Path(name)
+        os.close(handle)
+
+
+def remove_leftovers(folder: Path) -> None:
+    """Remove what dead processes were writing in ``folder``; files being written stay."""
+    for file in folder.glob(f".*{PARTIAL}"):
+        with suppress(OSError), file.open("r+b") as stream:
+            _lock(stream.fileno())
+            file.unlink()
+
+
+def is_ours(path: Path) -> bool:
+    """Whether a file is a lock or a temporary file of this package, and no content.
+
+    >>> is_ours(Path("run/.fedharmony-lock")), is_ours(Path("run/config.toml"))
+    (True, False)
+    """
+    return path.name == LOCK or (path.name.startswith(".") and path.name.endswith(PARTIAL))
+
+
+@contextmanager
+def sole_writer(folder: Path) -> Iterator[None]:
+    """Keep other processes from writing in ``folder`` meanwhile; readers are not hindered.
+
+    What dead processes were writing there is removed. Where the file system has no locks, that is
+    said once, and the work goes on.
+
+    Raises:
+        CheckpointError: Another process writes there, or the folder cannot be written.
+    """
+    file = folder / LOCK
+    handle = _hold(file)
+    try:
+        remove_leftovers(folder)
+        yield
+    finally:
+        with suppress(OSError):
+            file.unlink()  # while it is held: who waits for it looks again
+        os.close(handle)
+
+
+def refuse_if_held(folder: Path) -> None:
+    """Refuse a folder in which another process writes, before any work is done for it.
+
+    A lock that a dead process left behind is removed.
+    """
+    file = folder / LOCK
+    try:
+        handle = os.open(file, os.O_RDWR)
+    except OSError:
+        return  # nobody, or a folder that cannot be written: that is told when it is
+    try:
+        _lock(handle)
+        file.unlink(missing_ok=True)
+    except BlockingIOError:
+        raise _held(file) from None
+    except OSError:
+        return
+    finally:
+        os.close(handle)
+
+
+def _hold(file: Path) -> int:
+    """Open and lock a folder's lock file, and write into it who holds it."""
+    while True:
+        try:
+            handle = os.open(file, os.O_RDWR | os.O_CREAT, 0o644)
+        except OSError as error:
+            raise CheckpointError(
+                f"The folder {file.parent} cannot be written: {error.strerror}. Choose a folder "
+                "you may write to with --out."
+            ) from error
+        try:
+            _lock(handle)
+        except BlockingIOError:
+            os.close(handle)
+            raise _held(file) from None
+        except OSError as error:
+            _say_no_locks(str(error.strerror or error))
+        with suppress(OSError):
+            if os.fstat(handle).st_ino == file.stat().st_ino:
+                break
+        os.close(handle)  # its last holder removed it meanwhile
+    now = datetime.now(UTC).isoformat(timespec="seconds")
+    about = {"pid": os.getpid(), "host": socket.gethostname(), "since": now}
+    with suppress(OSError):  # a full disk; it holds all the same
+        os.ftruncate(handle, 0)
+        os.pwrite(handle, json.dumps(about).encode(), 0)
+    return handle
+
+
+def _lock(handle: int, wait: bool = False) -> None:
+    if fcntl is None:
+        raise OSError("this system has no file locks")
+    fcntl.flock(handle, fcntl.LOCK_EX if wait else fcntl.LOCK_EX | fcntl.LOCK_NB)
+
+
+def _held(file: Path) -> CheckpointError:
+    about: dict[str, Any] = {}
+    with suppress(OSError, ValueError):
+        about = dict(json.loads(file.read_bytes()))
+    who = (
+        f"process {about.get('pid')} on {about.get('host')}, since {about.get('since')}"
+        if about
+        else "another process"
+    )
+    return CheckpointError(
+        f"{file.parent} is being written by {who}. Wait until it ends or stop it, then give the "
+        "same command again; 'fedharmony report' may read it at any time."
+    )
+
+
+@cache
+def _say_no_locks(reason: str) -> None:
+    """Once: nothing keeps a second process out."""
+    logger.warning(
+        "The file system has no locks (%s): take care that no second process writes to the same "
+        "folder.",
+        reason,
+    )

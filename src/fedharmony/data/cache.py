@@ -5,8 +5,10 @@ decodes every image of a data set once, at the wanted size, into a file of uint8
 folder, and later runs map that file into memory. Two files make an entry:
 
 - ``KEY.u8``, the pixels ``(N, 3, S, S)`` without any header;
-- ``KEY.json``, what they are: the fingerprint of the encoded files, the size and mode, and the
-  images that could not be read. It is written last, and without it the pixels do not count.
+- ``KEY.json``, what they are: the fingerprint of the encoded files, the size and mode, the images
+  that could not be read, and a checksum of every part of the pixels. It is written last, and
+  without it the pixels do not count. The checksums are verified whenever the entry is opened; where
+  one does not fit, the images are decoded again.
 
 KEY is a SHA-256 of fingerprint, size and mode, so other files or settings make another entry.
 """
@@ -23,6 +25,7 @@ from collections.abc import Callable, Generator
 from concurrent.futures import Future, ThreadPoolExecutor
 from contextlib import closing
 from dataclasses import asdict, dataclass
+from itertools import zip_longest
 from pathlib import Path
 from typing import Any, BinaryIO, Literal, TypeAlias, get_args
 
@@ -46,6 +49,10 @@ Unreadable: TypeAlias = Literal["error", "skip"]
 FORMAT = 1
 #: Images a thread decodes at a time.
 CHUNK = 16
+#: Bytes of pixels behind one checksum.
+PART = 1 << 24
+#: From so many bytes on, verifying them takes long enough to be announced.
+SAID_FROM = 4 << 30
 #: Images copied to a GPU at a time.
 SLAB = 1024
 #: With ``unreadable="error"``, so many unreadable images are collected before giving up.
@@ -100,10 +107,13 @@ class Resize:
 
 
 class MappedImages:
-    """Images ``(N, 3, S, S)`` in a memory-mapped file: only what is asked for is read."""
+    """Images ``(N, 3, S, S)`` in a memory-mapped file: only what is asked for is read.
 
-    def __init__(self, file: Path, count: int, size: int) -> None:
-        self.file = file
+    ``sha256`` identifies the pixels, where that is known.
+    """
+
+    def __init__(self, file: Path, count: int, size: int, sha256: str | None = None) -> None:
+        self.file, self.sha256 = file, sha256
         mapped = np.memmap(file, np.uint8, "r", shape=(count, 3, size, size))
         self._pixels = np.asarray(mapped)  # a plain view: indexing a memmap object is slower
 
@@ -241,6 +251,7 @@ class _Entry:
             stored = json.loads(self.sidecar.read_bytes())
             settings = dict(stored["settings"])
             unread = [(int(i), str(name), str(reason)) for i, name, reason in stored["unread"]]
+            sums = [str(checksum) for checksum in stored["sha256"]]
             size = self.pixels.stat().st_size
         except (OSError, ValueError, KeyError, TypeError):
             return None
@@ -250,11 +261,31 @@ class _Entry:
         # The fingerprint has not changed, but a network disk may have come back.
         if any(isinstance(_attempt(self.files, i, self.resize), np.ndarray) for i, *_ in unread):
             return None
-        return self._result(unread)
+        if not self._verified(size, sums):
+            return None
+        return self._result(unread, sums)
 
-    def _result(self, unread: list[_Unread]) -> Decoded:
+    def _verified(self, size: int, sums: list[str]) -> bool:
+        """Whether every part of the pixels has its checksum."""
+        if size > SAID_FROM:
+            logger.info("Verifying %s of cached images.", in_bytes(size))
+        try:
+            found = _checksums(self.pixels, size)
+        except OSError:
+            return False
+        wrong = [i for i, pair in enumerate(zip_longest(found, sums)) if len({*pair}) > 1]
+        if wrong:
+            logger.warning(
+                "The cached images %s were altered or damaged (part %d of %d of %s each does not "
+                "have its checksum). They are decoded again.",
+                *(self.pixels, wrong[0] + 1, len(found), in_bytes(PART)),
+            )
+        return not wrong
+
+    def _result(self, unread: list[_Unread], sums: list[str]) -> Decoded:
         kept = np.delete(np.arange(len(self.files), dtype=np.int64), [i for i, *_ in unread])
-        images = MappedImages(self.pixels, len(kept), self.resize.size)
+        identity = hashlib.sha256(f"{len(kept)} {self.resize.size} {sums}".encode()).hexdigest()
+        images = MappedImages(self.pixels, len(kept), self.resize.size, identity)
         return Decoded(images, kept, _pairs(unread))
 
     def _refuse_other(self, settings: dict[str, Any]) -> None:
@@ -281,16 +312,23 @@ class _Entry:
         self.sidecar.unlink(missing_ok=True)
         advice = "or lower the image size"
         with new_file(self.pixels, size, what, advice) as out:
-            unread = self._decode_into(out, unreadable, workers, progress)
-        about = {"settings": self.settings, "unread": unread, "pillow": pillow_version}
+            sums = _Checksums()
+            unread = self._decode_into(out, sums, unreadable, workers, progress)
+        about = {
+            "settings": self.settings,
+            "unread": unread,
+            "pillow": pillow_version,
+            "sha256": sums.parts(),
+        }
         text = json.dumps(about, indent=1).encode()
         with new_file(self.sidecar, len(text), what, advice) as out:
             out.write(text)
-        return self._result(unread)
+        return self._result(unread, sums.parts())
 
     def _decode_into(
         self,
         out: BinaryIO,
+        sums: _Checksums,
         unreadable: Unreadable,
         workers: int,
         progress: Callable[[int, int], None] | None,
@@ -301,6 +339,7 @@ class _Entry:
         with closing(_in_order(self.files, self.resize, workers)) as chunks:
             for pixels, troubles in chunks:
                 out.write(pixels.data)
+                sums.add(pixels)
                 done += len(pixels) + len(troubles)
                 unread += [(i, self.files.name(i), reason) for i, reason in troubles]
                 if unreadable == "error" and len(unread) > PATIENCE:
@@ -312,6 +351,41 @@ class _Entry:
             report = _report(_pairs(unread), count)
             raise DataError(f"{report} Nothing is left. Fetch or unpack the data again.")
         return unread
+
+
+class _Checksums:
+    """The SHA-256 of every :data:`PART` bytes of what is written, as it is written."""
+
+    def __init__(self) -> None:
+        self._done: list[str] = []
+        self._open, self._filled = hashlib.sha256(), 0
+
+    def add(self, pixels: Pixels) -> None:
+        """Go on with these bytes."""
+        data = pixels.reshape(-1).data
+        while len(data):
+            head, data = data[: PART - self._filled], data[PART - self._filled :]
+            self._open.update(head)
+            self._filled += len(head)
+            if self._filled == PART:
+                self._done.append(self._open.hexdigest())
+                self._open, self._filled = hashlib.sha256(), 0
+
+    def parts(self) -> list[str]:
+        """One checksum per part; the last part may be short."""
+        return [*self._done, self._open.hexdigest()] if self._filled else list(self._done)
+
+
+def _checksums(file: Path, size: int) -> list[str]:
+    """The SHA-256 of every :data:`PART` bytes of a file, on all cores."""
+
+    def checksum(start: int) -> str:
+        with file.open("rb") as stream:
+            stream.seek(start)
+            return hashlib.sha256(stream.read(PART)).hexdigest()
+
+    with ThreadPoolExecutor(_cores(), "verify") as pool:
+        return list(pool.map(checksum, range(0, size, PART)))
 
 
 _Chunk: TypeAlias = tuple[Pixels, list[tuple[int, str]]]

@@ -40,7 +40,7 @@ from fedharmony.data.base import (
     cache_folder,
     datasets,
 )
-from fedharmony.files import write_atomically
+from fedharmony.files import remove_leftovers, write_atomically
 from fedharmony.rng import numpy_rng
 from fedharmony.types import Index, Labels
 
@@ -105,6 +105,7 @@ class Digits(Source):
     def load(self) -> DataSet:
         """Compose the scenes, or read them from the cache folder if they were composed before."""
         file = _cache_file(self.config)
+        remove_leftovers(file.parent)
         arrays = _read_cache(file, self.config)
         if arrays is None:
             arrays = compose(self.config)

@@ -9,7 +9,6 @@ import hashlib
 import json
 from collections.abc import Mapping
 from pathlib import Path
-from typing import Any
 
 import safetensors.torch
 import torch
@@ -82,29 +81,54 @@ def _assemble(header: Mapping[str, str], tensors: Mapping[str, Tensor]) -> Recor
     return Record(groups, json.loads(header["scalars"]))
 
 
-def save_record(path: Path, record: Record) -> None:
-    """Write a record; the last good file survives any failure."""
-    write_file(path, to_bytes(record, sha256=digest(record)))
+def save_record(path: Path, record: Record) -> str:
+    """Write a record and return its digest; the last good file survives any failure."""
+    found = digest(record)
+    write_file(path, to_bytes(record, sha256=found))
+    return found
+
+
+ADVICE = "Restore the file from a backup, or start a new run in another folder."
 
 
 def load_record(path: Path) -> Record:
     """Read a record and verify it."""
-    advice = "Restore the file from a backup, or delete the run folder and run again."
-    if not path.exists():
-        raise CheckpointError(f"There is no checkpoint {path}. {advice}")
+    header = _header(path)
     try:
         with safe_open(path, framework="pt") as file:
-            header: dict[str, Any] = file.metadata() or {}
             tensors = {name: file.get_tensor(name) for name in file.keys()}  # noqa: SIM118
-        if header.get("format") != FORMAT:
-            raise CheckpointError(
-                f"{path} is not a checkpoint of this version ({FORMAT}). {advice}"
-            )
         record = _assemble(header, tensors)
-    except (SafetensorError, OSError, KeyError, ValueError) as error:
-        raise CheckpointError(f"Checkpoint {path} is damaged ({error}). {advice}") from error
-    if digest(record) != header["sha256"]:
+    except (SafetensorError, OSError, KeyError, ValueError, TypeError) as error:
+        raise CheckpointError(f"Checkpoint {path} is damaged ({error}). {ADVICE}") from error
+    if digest(record) != header.get("sha256"):
         raise CheckpointError(
-            f"Checkpoint {path} is damaged: its checksum does not match its content. {advice}"
+            f"Checkpoint {path} is damaged: its checksum does not match its content. {ADVICE}"
         )
     return record
+
+
+def named_digest(path: Path) -> str:
+    """The digest that a file names; :func:`load_record` verifies that its content has it."""
+    return str(_header(path).get("sha256", ""))
+
+
+def _header(path: Path) -> dict[str, str]:
+    """What a file says of itself; tensors are not read."""
+    try:
+        with path.open("rb"):
+            pass
+    except FileNotFoundError:
+        raise CheckpointError(f"There is no checkpoint {path}. {ADVICE}") from None
+    except OSError as error:  # a healthy file may be out of reach
+        raise CheckpointError(
+            f"Checkpoint {path} cannot be read: {error.strerror or error}. Check its permissions "
+            "and the disk, then give the same command again."
+        ) from error
+    try:
+        with safe_open(path, framework="pt") as file:
+            header: dict[str, str] = file.metadata() or {}
+    except (SafetensorError, OSError, ValueError) as error:
+        raise CheckpointError(f"Checkpoint {path} is damaged ({error}). {ADVICE}") from error
+    if header.get("format") != FORMAT:
+        raise CheckpointError(f"{path} is not a checkpoint of this version ({FORMAT}). {ADVICE}")
+    return header

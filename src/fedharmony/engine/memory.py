@@ -4,21 +4,29 @@ A round that is cut short must be repeatable: what a client wrote in it must not
 when the round is run again. Hence every version carries its round, a reader asks for what was there
 *before* a round, old versions go only once a later checkpoint stands, and a resumed run first drops
 what is newer than its checkpoint.
+
+A checkpoint names what was kept when it was written (:meth:`ClientMemory.seal`): a resumed run must
+find just that.
 """
 
 from __future__ import annotations
 
+import hashlib
 from collections import OrderedDict
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
+from contextlib import suppress
 from pathlib import Path
 
 from torch import Tensor
 
-from fedharmony.engine.checkpoint import load_record, save_record
+from fedharmony.engine.checkpoint import load_record, named_digest, save_record
 from fedharmony.errors import CheckpointError
+from fedharmony.files import remove_leftovers
 from fedharmony.types import Record, Tensors
 
 GROUP = "memory"
+#: Seals are numbers below this.
+SEALS = 2**256
 
 
 class ClientMemory:
@@ -42,6 +50,7 @@ class ClientMemory:
         self._bytes = 0
         self._rounds: dict[int, list[int]] = {}  # ascending, per client
         self._several: set[int] = set()  # clients with more than one version
+        self._digests: dict[tuple[int, int], str] = {}  # of files, once they are written or asked
         if folder is not None and folder.exists():
             for file in folder.glob("*/*.safetensors"):
                 if file.parent.name.isdecimal() and file.stem.isdecimal():
@@ -69,7 +78,7 @@ class ClientMemory:
                     f"Cannot create the folder {file.parent}: {error.strerror}. Free some space or "
                     "check the permissions, then continue with 'fedharmony resume'."
                 ) from error
-            save_record(file, Record({GROUP: kept}))
+            self._digests[client, round] = save_record(file, Record({GROUP: kept}))
         self._rounds[client] = sorted({*self._rounds.get(client, []), round})
         if len(self._rounds[client]) > 1:
             self._several.add(client)
@@ -99,12 +108,43 @@ class ClientMemory:
 
     def rewind(self, rounds_done: int) -> None:
         """Drop versions of rounds that the checkpoint after ``rounds_done`` rounds lacks."""
-        if self._folder is not None:
-            for half_written in self._folder.glob("*/.*.safetensors.*"):
-                half_written.unlink(missing_ok=True)
+        for folder in self._folders():
+            remove_leftovers(folder)
         for client, rounds in self._rounds.items():
             for round in [t for t in rounds if t >= rounds_done]:
                 self._drop(client, round)
+
+    def forget(self) -> None:
+        """Drop everything: a completed run needs it no more."""
+        self.rewind(0)
+        for folder in self._folders():
+            with suppress(OSError):  # holds files of somebody else
+                folder.rmdir()
+
+    def seal(self, rounds_done: int, mine: Callable[[int], bool] = lambda client: True) -> int:
+        """A number that stands for all that clients keep after ``rounds_done`` rounds.
+
+        The sum, modulo 2²⁵⁶, of one SHA-256 per client (of its number, the round and the digest of
+        its newest version): seals of parts of the clients (``mine``) add up to that of all.
+        """
+        total = 0
+        for client, rounds in self._rounds.items():
+            past = [t for t in rounds if t < rounds_done]
+            if self._folder is None or not past or not mine(client):
+                continue
+            key = (client, past[-1])
+            if key not in self._digests:
+                self._digests[key] = named_digest(self._file(*key))
+            line = f"{client} {past[-1]} {self._digests[key]}"
+            total += int.from_bytes(hashlib.sha256(line.encode()).digest())
+        return total % SEALS
+
+    def _folders(self) -> list[Path]:
+        """The folder of every client, then the one that holds them all."""
+        if self._folder is None or not self._folder.is_dir():
+            return []
+        inner = [f for f in self._folder.iterdir() if f.name.isdecimal() and f.is_dir()]
+        return [*inner, self._folder]
 
     def _file(self, client: int, round: int) -> Path:
         assert self._folder is not None
@@ -127,6 +167,7 @@ class ClientMemory:
         if len(self._rounds[client]) < 2:
             self._several.discard(client)
         self._release((client, round))
+        self._digests.pop((client, round), None)
         if self._folder is not None:
             self._file(client, round).unlink(missing_ok=True)
 

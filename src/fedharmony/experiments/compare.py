@@ -10,11 +10,22 @@ from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 
-from fedharmony.engine.federation import Event
-from fedharmony.errors import CheckpointError, ConfigError
-from fedharmony.experiments.folder import RunFolder, make_folder
-from fedharmony.experiments.run import Results, finished, resume, start
+from fedharmony.data.base import DataSet
+from fedharmony.errors import ConfigError
+from fedharmony.experiments.binding import Binding
+from fedharmony.experiments.folder import RunFolder, folder_name, make_folder
+from fedharmony.experiments.run import (
+    Observer,
+    Results,
+    assemble,
+    finished,
+    load_data,
+    resume,
+    start,
+    with_threads,
+)
 from fedharmony.experiments.settings import CENTRAL, Settings
+from fedharmony.files import refuse_if_held
 from fedharmony.methods.base import methods
 
 
@@ -48,37 +59,69 @@ def plan(base: Settings, labels: Sequence[str], seeds: Sequence[int], out: Path)
     A seed sets the run and the initial model; data and split stay as configured. ``all`` stands
     for every registered method, ``central`` for training on all images in one place.
     """
-    names = names_of(labels)
+    names, base = names_of(labels), with_threads(base)
     if not names or not seeds:
         raise ConfigError("A comparison needs at least one method and one seed.")
+    refuse_if_held(out)
     runs = []
+    owners: dict[str, str] = {}  # whose folder it is; file systems may not tell A from a
     for name in names:
         for seed in dict.fromkeys(seeds):
             settings = base.central(seed) if name == CENTRAL else base.with_run(name, seed)
-            folder = RunFolder(out / settings.label.replace(":", "-") / f"seed-{seed}")
-            runs.append(Planned(settings, folder))
+            folder = folder_name(settings.label)
+            if (owner := owners.setdefault(folder.casefold(), name)) != name:
+                raise ConfigError(
+                    f"{owner} and {name} would both be called {settings.label!r} and share the "
+                    f"folder {out / folder}. Remove run.label, which gives every method of a "
+                    "comparison the same name, or compare them one by one."
+                )
+            runs.append(Planned(settings, RunFolder(out / folder / f"seed-{seed}")))
     for run in runs:
-        if run.folder.holds_run() and run.folder.open().sha256() != run.settings.sha256():
-            raise CheckpointError(
-                f"{run.folder.path} holds a run with other settings. Choose another folder with "
-                "--out, or remove that one."
-            )
+        run.folder.refuse_other_settings(run.settings)
     return runs
 
 
+def rehearse(runs: Sequence[Planned], observe: Observer) -> DataSet:
+    """Build what every run is made of, and hold it against the runs that are there already.
+
+    Whatever cannot work (a head that a method needs, data that changed since a run was made) is
+    refused here, before the first run starts. Returns the data, which all runs share.
+    """
+    data: DataSet | None = None
+    built: dict[str, Binding] = {}
+    for run in runs:
+        refuse_if_held(run.folder.path)
+        kind = repr((run.label, run.settings.method_config()))
+        if kind not in built:
+            data = data or load_data(run.settings, observe, None)
+            assembly = assemble(run.settings, data=data)
+            assembly.initial_state()
+            built[kind] = assembly.bound
+        made_of = (finished(run.folder) or {}).get("bound") or run.folder.read_json("binding.json")
+        if finished(run.folder) is not None or run.folder.checkpoint.exists():
+            run.folder.refuse_other_material(made_of or {}, built[kind])
+    assert data is not None
+    return data
+
+
 def execute(
-    runs: Sequence[Planned], observer: Callable[[int, Planned], Callable[[Event], None]]
+    runs: Sequence[Planned],
+    observer: Callable[[int, Planned], Observer],
+    data: DataSet | None = None,
 ) -> list[Results]:
-    """Carry out a plan; ``observer(i, run)`` gives the observer of the i-th run."""
+    """Carry out a plan; ``observer(i, run)`` gives the observer of the i-th run.
+
+    ``data`` is what :func:`rehearse` has loaded.
+    """
     results = []
     for i, run in enumerate(runs):
         done = finished(run.folder) if run.folder.holds_run() else None
         if done is None:
             observe = observer(i, run)
             done = (
-                resume(run.folder, observe)
+                resume(run.folder, observe, data=data)
                 if run.folder.holds_run()
-                else start(run.settings, run.folder, observe)
+                else start(run.settings, run.folder, observe, data)
             )
         results.append(done)
     return results

@@ -1,17 +1,22 @@
 """A run on disk: settings, environment, partition, events, checkpoint, results.
 
 Everything is written atomically or appended line by line, in an order that loses nothing: a round's
-events come before its checkpoint, and events later than the checkpoint are cut off on resume.
+events come before its checkpoint, and events later than the checkpoint are cut off on resume. One
+process writes at a time. A checkpoint names the settings, data, events and client memory that it
+belongs to.
 """
 
 from __future__ import annotations
 
+import hashlib
 import json
 import math
 import os
 import platform
 import shlex
 import sys
+from collections.abc import Iterator, Mapping
+from contextlib import contextmanager, suppress
 from dataclasses import dataclass
 from datetime import UTC, datetime
 from pathlib import Path
@@ -25,9 +30,72 @@ import fedharmony
 from fedharmony.config import read_toml, to_toml
 from fedharmony.engine.checkpoint import load_record, save_record, write_file
 from fedharmony.engine.federation import Event
-from fedharmony.errors import CheckpointError
+from fedharmony.errors import CheckpointError, ConfigError
+from fedharmony.experiments.binding import Binding, changed
 from fedharmony.experiments.settings import Settings, compose
+from fedharmony.files import is_ours, refuse_if_held, sole_writer
 from fedharmony.types import Record, Scalar, Tensors
+
+
+@dataclass(frozen=True)
+class Saved:
+    """What a run goes on from.
+
+    Attributes:
+        rounds_done: the rounds behind the state.
+        state: the server's state after them.
+        events: the event log up to there, byte for byte.
+        bound: what the run is made of.
+        memory: the seal of what clients keep.
+    """
+
+    rounds_done: int
+    state: Record
+    events: bytes
+    bound: Binding
+    memory: str
+
+
+#: What a checkpoint names beside its settings.
+NAMED = {"rounds_done", "bound", "memory", "events_bytes", "events_sha256"}
+
+
+class EventLog:
+    """The events of a run, one JSON object per line.
+
+    A checkpoint names the log's length and SHA-256, so that a resumed run goes on with just the
+    events that belong to it. What a failed write left of a line is overwritten by the next.
+
+    Args:
+        path: the file.
+        kept: what it begins with; anything else in the file is cut off.
+    """
+
+    def __init__(self, path: Path, kept: bytes = b"") -> None:
+        self._path, self._length, self._sha = path, len(kept), hashlib.sha256(kept)
+        if kept or path.exists():
+            write_file(path, kept)
+
+    def append(self, event: Event) -> None:
+        """Add one event; it is on the disk when this returns."""
+        line = json.dumps(jsonable({"time": now(), **event}), allow_nan=False).encode() + b"\n"
+        try:
+            with self._path.open("ab") as file:
+                file.truncate(self._length)
+                file.write(line)
+                file.flush()
+                os.fsync(file.fileno())
+        except OSError as error:
+            raise CheckpointError(
+                f"Could not write {self._path}: {error.strerror}. Free some space or check the "
+                "permissions, then continue with 'fedharmony resume'."
+            ) from error
+        self._length += len(line)
+        self._sha.update(line)
+
+    def mark(self) -> dict[str, Scalar]:
+        """How to recognise the log as it is now."""
+        return {"events_bytes": self._length, "events_sha256": self._sha.hexdigest()}
 
 
 @dataclass(frozen=True)
@@ -58,25 +126,55 @@ class RunFolder:
         """Whether a run has been started here."""
         return self.config.exists()
 
-    def refuse_if_taken(self) -> None:
-        """Never write over another run, nor into a folder with other files."""
+    def goes_on(self, settings: Settings) -> bool:
+        """Whether the same command was cut short here: these settings, and no report yet."""
+        return (
+            self.holds_run()
+            and not self["report.html"].exists()
+            and self.open().sha256() == settings.sha256()
+        )
+
+    def refuse_if_taken(self, settings: Settings) -> None:
+        """Never write over another run, nor into a folder with other files.
+
+        What the same command left here when it was cut short is no obstacle.
+        """
+        refuse_if_held(self.path)
+        if self.goes_on(settings):
+            return
+        self._refuse_run()
+        here = self.path
+        if here.exists() and not (here.is_dir() and all(map(is_ours, here.iterdir()))):
+            raise CheckpointError(
+                f"{self.path} exists and is not an empty folder. Choose another with --out."
+            )
+
+    def _refuse_run(self) -> None:
         if self.holds_run():
             raise CheckpointError(
                 f"{self.path} already holds a run. Continue it with 'fedharmony resume "
                 f"{shlex.quote(str(self.path))}', or choose another folder with --out."
             )
-        if self.path.exists() and (not self.path.is_dir() or any(self.path.iterdir())):
-            raise CheckpointError(
-                f"{self.path} exists and is not an empty folder. Choose another with --out."
-            )
 
-    def create(self, settings: Settings, device: torch.device) -> None:
-        """Make the folder and write what is known before the first round."""
-        self.refuse_if_taken()
+    @contextmanager
+    def writing(self) -> Iterator[None]:
+        """Make the folder, and write to it as the only process; see :func:`sole_writer`."""
         make_folder(self.path)
-        self.write_json("environment.json", environment(device))
-        # The settings come last: a folder holds a run once they are there.
+        with sole_writer(self.path):
+            yield
+
+    def create(self, settings: Settings) -> None:
+        """Write the settings: from now on the folder holds a run, which can be resumed."""
+        self._refuse_run()  # another process may have been faster
         write_file(self.config, to_toml(settings.tree()).encode())
+
+    def refuse_other_settings(self, settings: Settings) -> None:
+        """Refuse a folder whose run has other settings."""
+        if self.holds_run() and self.open().sha256() != settings.sha256():
+            raise CheckpointError(
+                f"{self.path} holds a run with other settings. Choose another folder with --out, "
+                "or remove that one."
+            )
 
     def open(self) -> Settings:
         """The settings of the run that is already here."""
@@ -99,63 +197,120 @@ class RunFolder:
         except (OSError, ValueError):
             return None
 
-    def append(self, event: Event) -> None:
-        """Add one event; it is on the disk when this returns."""
-        line = json.dumps(jsonable({"time": now(), **event}), allow_nan=False) + "\n"
-        try:
-            with self.events.open("a", encoding="utf-8") as file:
-                file.write(line)
-                file.flush()
-                os.fsync(file.fileno())
-        except OSError as error:
-            raise CheckpointError(
-                f"Could not write {self.events}: {error.strerror}. Free some space or check the "
-                "permissions, then continue with 'fedharmony resume'."
-            ) from error
-
     def read_events(self) -> list[Event]:
         """All whole events; a line cut short by a crash is left out."""
-        events = []
-        if self.events.exists():
-            for line in self.events.read_text(encoding="utf-8").splitlines():
-                try:
-                    events.append(json.loads(line))
-                except ValueError:
-                    continue
-        return events
+        return _parsed(self.events.read_bytes()) if self.events.exists() else []
 
-    def cut_events(self, first_round: int) -> None:
-        """Forget events of rounds that will be run again, and how the run ended before."""
-        kept = [
-            e
-            for e in self.read_events()
-            if e["event"] != "finish" and e.get("round", -1) < first_round
-        ]
-        text = "".join(json.dumps(e) + "\n" for e in kept)
-        write_file(self.events, text.encode())
+    def refuse_other_material(self, before: Mapping[str, Any], found: Binding) -> None:
+        """Refuse to go on with, or to reuse, what was made of other data.
 
-    def save_state(self, rounds_done: int, state: Record, settings: Settings) -> None:
-        """Checkpoint the server state."""
+        Args:
+            before: what the run was made of, as its checkpoint or results say.
+            found: what there is now.
+        """
+        if parts := changed(before, found):
+            raise CheckpointError(
+                f"The run in {self.path} was made of other data. Changed since: "
+                f"{', '.join(parts)}. Put the old data back, or start a new run in another folder."
+            )
+
+    def refuse_lost_checkpoint(self) -> None:
+        """Refuse to begin again where rounds have been run: the log says so."""
+        if any(e["event"] == "start" for e in self.read_events()):
+            raise CheckpointError(
+                f"The run in {self.path} has been under way, but its checkpoint "
+                f"{self.checkpoint.name} is gone. Restore the file from a backup, or start a new "
+                "run in another folder."
+            )
+
+    def save_state(
+        self,
+        rounds_done: int,
+        state: Record,
+        settings: Settings,
+        bound: Binding,
+        log: EventLog,
+        memory: str,
+    ) -> None:
+        """Checkpoint the server state, and all that it belongs to."""
         scalars: dict[str, Scalar] = {
             "rounds_done": rounds_done,
             "settings": settings.sha256(),
+            "bound": json.dumps(bound),
+            "memory": memory,
+            **log.mark(),
         }
         save_record(self.checkpoint, state.replace(scalars=scalars))
 
-    def load_state(self, settings: Settings) -> tuple[int, Record]:
-        """The rounds done and the state after them."""
+    def load_state(self, settings: Settings) -> Saved:
+        """The last checkpoint; what does not belong to it is refused."""
         record = load_record(self.checkpoint)
-        if record.scalars.get("settings") != settings.sha256():
+        found = record.scalars
+        if found.get("settings") != settings.sha256():
             raise CheckpointError(
                 f"{self.checkpoint} belongs to other settings than {self.config}. Restore the "
                 "original config.toml, or start a new run in another folder."
             )
-        return int(record.scalars["rounds_done"]), record
+        if not found.keys() >= NAMED:
+            raise CheckpointError(
+                f"{self.checkpoint} does not say what data it was made of: an earlier version of "
+                "fedharmony wrote it. Finish the run with that version, or start a new one in "
+                "another folder."
+            )
+        rounds_done, length = int(found["rounds_done"]), int(found["events_bytes"])
+        try:
+            events = self.events.read_bytes()[:length] if length else b""
+        except OSError as error:
+            raise CheckpointError(
+                f"{self.events} cannot be read: {error.strerror}. Put it back or check its "
+                "permissions, then give the same command again."
+            ) from error
+        if hashlib.sha256(events).hexdigest() != found["events_sha256"]:
+            raise CheckpointError(
+                f"{self.events} is not the log that {self.checkpoint.name} was written beside: it "
+                "was changed, cut short or replaced. Restore it from a backup, or start a new run "
+                "in another folder."
+            )
+        logged = [e.get("round") for e in _parsed(events) if e["event"] == "round"]
+        if logged != list(range(rounds_done)) or rounds_done > settings.run.rounds:
+            raise CheckpointError(
+                f"{self.checkpoint} claims {rounds_done} of {settings.run.rounds} rounds, its "
+                f"event log has {len(logged)}. One of them was changed: restore it from a backup, "
+                "or start a new run in another folder."
+            )
+        bound = json.loads(str(found["bound"]))
+        return Saved(rounds_done, record, events, bound, str(found["memory"]))
 
     def save_tensors(self, name: str, tensors: Tensors) -> None:
         """Write named tensors beside the results."""
         content = {key: t.detach().cpu().contiguous() for key, t in tensors.items()}
         write_file(self[name], safetensors.torch.save(content))
+
+
+def _parsed(log: bytes) -> list[Event]:
+    """The events in the lines of a log; what is no event is left out."""
+    events = []
+    for line in log.splitlines():
+        with suppress(ValueError):
+            event = json.loads(line)
+            if isinstance(event, dict) and "event" in event:
+                events.append(event)
+    return events
+
+
+def folder_name(label: str) -> str:
+    """The folder of a method, by its display name; a name that leads elsewhere is refused.
+
+    >>> folder_name("fedharmony:a")
+    'fedharmony-a'
+    """
+    name = label.replace(":", "-")
+    if name in ("", ".", "..") or any(c in "/\\" or not c.isprintable() for c in name):
+        raise ConfigError(
+            f"{label!r} cannot name a folder. Choose another run.label: one without slashes and "
+            "control characters."
+        )
+    return name
 
 
 def make_folder(path: Path) -> None:

@@ -2,10 +2,11 @@
 
 from __future__ import annotations
 
+import logging
 import os
 import time
 from collections.abc import Callable, Sequence
-from contextlib import suppress
+from contextlib import AbstractContextManager, nullcontext, suppress
 from dataclasses import asdict, dataclass, replace
 from functools import cached_property
 from pathlib import Path
@@ -14,6 +15,7 @@ from typing import Any
 import numpy as np
 import numpy.typing as npt
 import torch
+import torch.distributed as dist
 
 from fedharmony.correlation import label_correlation
 from fedharmony.data.annotations import FileSource
@@ -25,12 +27,14 @@ from fedharmony.engine.federation import Event, Federation
 from fedharmony.engine.gpu.barrier import compiler_is_safe
 from fedharmony.engine.gpu.payoff import compiling_pays
 from fedharmony.engine.means import Means
-from fedharmony.engine.memory import ClientMemory
+from fedharmony.engine.memory import SEALS, ClientMemory
 from fedharmony.engine.room import StackRule, Trial
 from fedharmony.engine.sampling import cohort_size, draw_schedule
-from fedharmony.errors import CheckpointError, ConfigError, FedHarmonyError
-from fedharmony.experiments.folder import RunFolder, jsonable
+from fedharmony.errors import CheckpointError, ConfigError, FedHarmonyError, Stopped
+from fedharmony.experiments.binding import Binding, bind
+from fedharmony.experiments.folder import EventLog, RunFolder, Saved, environment, jsonable
 from fedharmony.experiments.settings import EngineSettings, Settings
+from fedharmony.files import refuse_if_held
 from fedharmony.methods.base import Method, Task, methods
 from fedharmony.metrics import (
     MultiLabelResult,
@@ -49,6 +53,8 @@ from fedharmony.transport.base import Transport
 from fedharmony.transport.inprocess import InProcess
 from fedharmony.transport.processes import Processes, crew, join
 from fedharmony.types import BUFFERS, FROZEN, PARAMS, Index, Labels, Record, Tensors
+
+logger = logging.getLogger(__name__)
 
 Observer = Callable[[Event], None]
 Results = dict[str, Any]
@@ -135,6 +141,7 @@ class Assembly:
     schedule: list[list[int]]
     device: torch.device
     means: Means
+    bound: Binding  # what all this was made of
 
     @cached_property
     def parameters(self) -> tuple[Tensors, Tensors]:
@@ -286,9 +293,11 @@ def assemble(
         setattr(torch.utils.deterministic, "fill_uninitialized_memory", False)  # noqa: B010
     if settings.engine.deterministic != torch.are_deterministic_algorithms_enabled():
         torch.use_deterministic_algorithms(settings.engine.deterministic)  # loads the compiler
-    data = on_device(data or load_data(settings, observe, partition_file), device)
+    loaded = data or load_data(settings, observe, partition_file)
+    data = on_device(loaded, device)
     partition = draw_partition(settings, data.train.labels, data.train.users, partition_file)
     clients: Sequence[Index] = partition.indices
+    held = None
     if settings.split.common.holdout > 0:
         clients, held = hold_out(partition, settings.split.common.holdout)
         data = replace(data, test=data.train.subset(held))
@@ -332,6 +341,7 @@ def assemble(
             model.backbone.elements(),
             train.epochs * sum(sizes[k] for cohort in schedule for k in cohort),
         ),
+        bound=bind(loaded, partition, held),
     )
 
 
@@ -367,40 +377,80 @@ def on_device(data: DataSet, device: torch.device) -> DataSet:
     return replace(data, train=move(data.train), test=move(data.test))
 
 
-def start(settings: Settings, folder: RunFolder, observe: Observer) -> Results:
-    """A new run in an empty folder; returns its results.
+def with_threads(settings: Settings) -> Settings:
+    """The same settings with the number of CPU threads written down: the bits depend on it."""
+    threads = settings.engine.threads or torch.get_num_threads()
+    return replace(settings, engine=replace(settings.engine, threads=threads))
 
-    Of several processes, the first writes; the others return nothing.
+
+def start(
+    settings: Settings, folder: RunFolder, observe: Observer, data: DataSet | None = None
+) -> Results:
+    """A new run; returns its results. What the same call left when it was cut short goes on.
+
+    ``data`` saves loading them once more. Of several processes, the first writes; the others return
+    nothing.
     """
+    settings = with_threads(settings)
     if crew().leads:
-        folder.refuse_if_taken()
-    assembly = assemble(settings, observe=observe)
+        folder.refuse_if_taken(settings)
+    if crew().size == 1 and folder.goes_on(settings):
+        logger.info("Going on with the run in %s.", folder.path)
+        return resume(folder, observe, data=data)
+    assembly = assemble(settings, data=data, observe=observe)
     state = assembly.initial_state()  # what a method refuses, it refuses before a folder is made
-    if crew().leads:
-        folder.create(settings, assembly.device)
-    return _first_round(assembly, state, folder, observe)
+    with _writing(folder):
+        if crew().leads:
+            folder.create(settings)
+        return _first_round(assembly, state, folder, observe)
 
 
-def resume(folder: RunFolder, observe: Observer, device: str | None = None) -> Results:
+def resume(
+    folder: RunFolder, observe: Observer, device: str | None = None, data: DataSet | None = None
+) -> Results:
     """Continue a run where its last checkpoint stands; on a CPU the result is the same to the bit.
 
     A completed run is left alone; its results are returned. On another ``device`` than the run
-    began on, results agree up to rounding.
+    began on, results agree up to rounding. ``data`` saves loading them once more.
     """
     settings = folder.open()
+    if crew().leads:
+        refuse_if_held(folder.path)
     if device is not None:
         settings = replace(settings, engine=replace(settings.engine, device=device))
     if (results := finished(folder)) is not None:
         return results
-    if not folder.checkpoint.exists():  # killed before round 0
-        assembly = assemble(settings, observe=observe)
-        return _first_round(assembly, assembly.initial_state(), folder, observe)
-    rounds_done, state = folder.load_state(settings)
-    assembly = assemble(settings, folder["partition.json"], observe=observe)
-    assembly.refuse_other_constants(state, rounds_done)
-    if crew().leads:
-        folder.cut_events(rounds_done)
-    return _rounds(assembly, folder, rounds_done, state.to(assembly.device), observe)
+    with _writing(folder):
+        if not folder.checkpoint.exists():  # killed before round 0
+            folder.refuse_lost_checkpoint()
+            assembly = assemble(settings, data=data, observe=observe)
+            return _first_round(assembly, assembly.initial_state(), folder, observe)
+        saved = folder.load_state(settings)
+        assembly = assemble(settings, folder["partition.json"], data, observe)
+        folder.refuse_other_material(saved.bound, assembly.bound)
+        assembly.refuse_other_constants(saved.state, saved.rounds_done)
+        _say_what_differs(folder, assembly.device)
+        return _rounds(assembly, folder, saved, observe)
+
+
+def _writing(folder: RunFolder) -> AbstractContextManager[None]:
+    """Of several processes, the first keeps others out of the folder."""
+    return folder.writing() if crew().leads else nullcontext()
+
+
+def _say_what_differs(folder: RunFolder, device: torch.device) -> None:
+    """Say why a resumed run may end in other bits, where it may."""
+    before, here = folder.read_json("environment.json"), environment(device)
+    if not crew().leads or not isinstance(before, dict):
+        return
+    keys = ("fedharmony", "torch", "numpy", "processor", "device", "accelerator", "threads")
+    other = [f"{k} {before[k]}, now {here[k]}" for k in keys if before.get(k, here[k]) != here[k]]
+    if other:
+        logger.warning(
+            "The run began under other conditions (%s): results agree up to rounding, not to the "
+            "bit.",
+            "; ".join(other),
+        )
 
 
 def finished(folder: RunFolder) -> Results | None:
@@ -412,68 +462,91 @@ def finished(folder: RunFolder) -> Results | None:
 def _first_round(
     assembly: Assembly, state: Record, folder: RunFolder, observe: Observer
 ) -> Results:
+    """Write what is known before round 0, the checkpoint last, and run all rounds."""
     settings = assembly.settings
+    saved = Saved(0, state, b"", assembly.bound, f"{0:064x}")
     if crew().leads:
+        folder.write_json("environment.json", environment(assembly.device))
+        folder.write_json("binding.json", assembly.bound)
         assembly.partition.save(folder["partition.json"])
         labels, seed = assembly.data.train.labels, settings.split.common.seed
         report = split_report(labels, assembly.partition, seed)
         folder.write_json("split_report.json", report.as_dict())
-        folder.save_state(0, state, settings)
-    return _rounds(assembly, folder, 0, state, observe)
+        log = EventLog(folder.events)
+        folder.save_state(0, state, settings, saved.bound, log, saved.memory)
+    return _rounds(assembly, folder, saved, observe)
 
 
-def _rounds(
-    assembly: Assembly, folder: RunFolder, first: int, state: Record, observe: Observer
-) -> Results:
+def _rounds(assembly: Assembly, folder: RunFolder, saved: Saved, observe: Observer) -> Results:
     """Run the remaining rounds, and leave events, checkpoints and results in the folder."""
-    settings, began = assembly.settings, time.perf_counter()
+    settings, began, first = assembly.settings, time.perf_counter(), saved.rounds_done
     latest: list[Evaluation] = []
     memory = ClientMemory(folder["memory"], settings.engine.memory_mb * 2**20)
+    if first < settings.run.rounds and f"{memory.seal(first):064x}" != saved.memory:
+        raise CheckpointError(
+            f"What clients kept ({folder['memory']}) is not what they had kept at the last "
+            "checkpoint: files were removed, added or replaced. Put them back, or start a new run "
+            "in another folder."
+        )
     memory.rewind(first)
+    log = EventLog(folder.events, saved.events) if crew().leads else None
 
     def record(event: Event) -> None:
-        if crew().leads:
-            folder.append(event)
+        if log is not None:
+            log.append(event)
             observe(event)
 
     def after_round(round: int, state: Record) -> None:
-        if not crew().leads:
+        own = memory.seal(round + 1, lambda client: client % crew().size == crew().rank)
+        seal = f"{_sum_of_all(own, assembly.device):064x}"
+        if log is None:
             memory.commit(round + 1)
             return
         if (round + 1) % settings.run.eval_every == 0 or round + 1 == settings.run.rounds:
             clock = time.perf_counter()
             latest[:] = [assembly.evaluate(state)]
             record(latest[0].event(round, time.perf_counter() - clock))
-        folder.save_state(round + 1, state, settings)
+        folder.save_state(round + 1, state, settings, assembly.bound, log, seal)
         memory.commit(round + 1)
 
     def tick(round: int, done: int, total: int) -> None:
         observe({"event": "progress", "round": round, "done": done, "total": total})
 
     record(start_event(assembly, first))
+    state = saved.state.to(assembly.device)
     try:
         state = assembly.federation(memory, tick).run(state, first, record, after_round)
-    except (KeyboardInterrupt, FedHarmonyError) as error:
-        stopped = isinstance(error, KeyboardInterrupt)
+    except (KeyboardInterrupt, Stopped, FedHarmonyError) as error:
+        failed = isinstance(error, FedHarmonyError)
         ending = {
             "event": "finish",
-            "status": "interrupted" if stopped else "failed",
+            "status": "failed" if failed else "interrupted",
             "seconds": time.perf_counter() - began,
-            "reason": None if stopped else str(error),
+            "reason": str(error) or "stopped by Ctrl-C",
         }
         with suppress(FedHarmonyError):  # a full disk must not hide what happened
             record(ending)
         raise
     if not crew().leads:
-        memory.rewind(0)
+        memory.forget()
         return {}
     evaluation = latest[0] if latest else assembly.evaluate(state)
     folder.save_tensors("matrices.safetensors", matrices(assembly, state, evaluation.structure))
     record({"event": "finish", "status": "completed", "seconds": time.perf_counter() - began})
     results = summarise(assembly, folder, state, evaluation)
-    folder.write_json("results.json", results)
-    memory.rewind(0)  # a completed run needs it no more
+    memory.forget()  # no round is left that could ask for it
+    folder.write_json("results.json", results)  # last: with it the run is complete
     return results
+
+
+def _sum_of_all(seal: int, device: torch.device) -> int:
+    """The seals of all processes added up."""
+    if crew().size == 1:
+        return seal
+    own = torch.tensor(list(seal.to_bytes(32)), dtype=torch.uint8, device=device)
+    parts = [torch.empty_like(own) for _ in range(crew().size)]
+    dist.all_gather(parts, own)
+    return sum(int.from_bytes(bytes(part.tolist())) for part in parts) % SEALS
 
 
 def start_event(assembly: Assembly, first: int) -> Event:
@@ -566,6 +639,7 @@ def summarise(
         "state_sha256": digest(Record(state.groups)),
         "config_sha256": settings.sha256(),
         "partition_sha256": assembly.partition.sha256,
+        "bound": assembly.bound,
         "metric_options": asdict(settings.metrics),
     }
     plain: Results = jsonable(results)

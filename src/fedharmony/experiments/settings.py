@@ -136,7 +136,8 @@ class EngineSettings:
         deterministic: let torch refuse every kernel that does not promise to repeat to the bit.
             Runs repeated to the bit without it, too, where it was tried (docs/architecture.md).
         sweep_batch: images per client and step in passes without gradient.
-        threads: CPU threads; none keeps torch's choice.
+        threads: CPU threads; none takes torch's choice when the run starts. The bits of a result
+            depend on it, so a resumed run keeps the number.
         tf32: matrix products on CUDA with shorter mantissas: faster, less exact.
         memory_mb: what clients keep between rounds is on disk; this much of it also in memory.
     """

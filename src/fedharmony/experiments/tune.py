@@ -15,12 +15,14 @@ from pathlib import Path
 from typing import Any
 
 from fedharmony.config import to_toml, tree_of
+from fedharmony.data.base import DataSet
 from fedharmony.engine.checkpoint import write_file
-from fedharmony.errors import CheckpointError, ConfigError
-from fedharmony.experiments.compare import Planned, execute, names_of
-from fedharmony.experiments.folder import RunFolder, make_folder
-from fedharmony.experiments.run import Observer
+from fedharmony.errors import ConfigError
+from fedharmony.experiments.compare import Planned, execute, names_of, rehearse
+from fedharmony.experiments.folder import RunFolder, folder_name
+from fedharmony.experiments.run import Observer, with_threads
 from fedharmony.experiments.settings import Component, Settings
+from fedharmony.files import refuse_if_held
 from fedharmony.methods.base import methods
 
 #: The metric that decides.
@@ -66,7 +68,7 @@ class Search:
     """Trials of several methods, in one folder; finished ones are kept, so it can be continued."""
 
     def __init__(self, settings: Settings, labels: Sequence[str], out: Path) -> None:
-        self.settings, self.out = settings, out
+        self.settings, self.out = with_threads(settings), out
         self.methods = names_of(labels)
         for name in self.methods:
             if ":" in name:
@@ -75,11 +77,14 @@ class Search:
                     f"Give {name.partition(':')[0]!r}."
                 )
             self.grid(name)
+        refuse_if_held(out)
+        owners: dict[Path, str] = {}
         for run in self.plan():
-            if run.folder.holds_run() and run.folder.open().sha256() != run.settings.sha256():
-                raise CheckpointError(
-                    f"{run.folder.path} holds a trial with other settings. Choose another folder "
-                    "with --out, or remove that one."
+            run.folder.refuse_other_settings(run.settings)
+            if owners.setdefault(run.folder.path, run.settings.sha256()) != run.settings.sha256():
+                raise ConfigError(
+                    f"Two trials would share the folder {run.folder.path}: values of the search "
+                    "differ by less than their names show. Take values further apart."
                 )
 
     # -- what is tried -----------------------------------------------------------------------------
@@ -113,7 +118,7 @@ class Search:
         )
         settings.method_config()
         name = "_".join([f"lr={lr:g}", *(f"{key}={value}" for key, value in changes.items())])
-        return Planned(settings, RunFolder(self.out / "trials" / method / name))
+        return Planned(settings, RunFolder(self.out / "trials" / method / folder_name(name)))
 
     def plan(self) -> Iterator[Planned]:
         """Every trial that may be run, to be checked before the first one is."""
@@ -132,15 +137,29 @@ class Search:
 
     # -- the search --------------------------------------------------------------------------------
 
-    def run(self, observer: Callable[[int, Planned], Observer]) -> list[Found]:
-        """All methods, one after the other; ``tune.json`` and ``tuned.toml`` grow with them."""
-        make_folder(self.out)
+    def run(
+        self,
+        observer: Callable[[int, Planned], Observer],
+        observe: Observer = lambda event: None,
+    ) -> list[Found]:
+        """All methods, one after the other; ``tune.json`` and ``tuned.toml`` grow with them.
+
+        ``observer(i, run)`` gives the observer of the i-th trial, ``observe`` is that of what comes
+        before the first.
+        """
+        data = rehearse(list(self.plan()), observe)
+        with RunFolder(self.out).writing():
+            return self._search_all(observer, data)
+
+    def _search_all(
+        self, observer: Callable[[int, Planned], Observer], data: DataSet
+    ) -> list[Found]:
         trials: list[Trial] = []
         found: list[Found] = []
 
         def score(method: str, lr: float, changes: Mapping[str, Any]) -> float:
             planned, number = self.trial(method, lr, changes), len(trials)
-            (results,) = execute([planned], lambda _, run: observer(number, run))
+            (results,) = execute([planned], lambda _, run: observer(number, run), data)
             value = float(results["metrics"][CRITERION] or 0.0)
             path = planned.folder.path.relative_to(self.out).as_posix()
             trials.append(Trial(method, {"train.lr": lr, **changes}, value, path))

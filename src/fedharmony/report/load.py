@@ -28,6 +28,9 @@ Event: TypeAlias = Mapping[str, Any]
 Array: TypeAlias = npt.NDArray[np.float64]
 
 COMPARISON_FILE = "comparison.json"
+#: What runs must have in common to stand in one table: how names of such parts begin.
+TESTED_ON = ("class names", "test ", "held-out ")
+TRAINED_ON = (*TESTED_ON, "training ")
 
 
 def number(value: object) -> float:
@@ -67,6 +70,7 @@ class RunView:
         finish: The finish event; None if the run is going on or was killed.
         results: ``results.json``; empty if not written yet.
         matrices: ``matrices.safetensors`` as float64 arrays; empty if not written yet.
+        bound: Hashes of what the run is made of, by part; empty if it does not say.
         damaged_lines: Lines of the event log, other than the last, that could not be read.
     """
 
@@ -80,6 +84,7 @@ class RunView:
     finish: Event | None = None
     results: Mapping[str, Any] = field(default_factory=dict)
     matrices: Mapping[str, Array] = field(default_factory=dict)
+    bound: Mapping[str, Any] = field(default_factory=dict)
     damaged_lines: int = 0
 
     def setting(self, section: str, key: str) -> Any:
@@ -354,6 +359,13 @@ def load_run(folder: str | Path) -> RunView:
     replay = _Replay()
     for event in events:
         replay.take(event)
+    results, bound = _read_json(folder / "results.json"), _read_json(folder / "binding.json")
+    claimed = results.get("bound")
+    if bound and isinstance(claimed, dict) and (parts := _differing(bound, claimed)):
+        raise CheckpointError(
+            f"{folder / 'results.json'} is not of this run: binding.json says that the run was "
+            f"made of other data ({', '.join(parts)}). Put the run's own results back."
+        )
     return RunView(
         folder=folder,
         config=_read_config(folder / "config.toml"),
@@ -363,10 +375,27 @@ def load_run(folder: str | Path) -> RunView:
         rounds=tuple(replay.rounds[i] for i in sorted(replay.rounds)),
         evaluations=tuple(replay.evaluations[i] for i in sorted(replay.evaluations)),
         finish=replay.finish,
-        results=_read_json(folder / "results.json"),
+        results=results,
         matrices=_read_matrices(folder / "matrices.safetensors"),
+        bound=bound,
         damaged_lines=damaged,
     )
+
+
+def _differing(one: Mapping[str, Any], other: Mapping[str, Any]) -> list[str]:
+    return [name for name in {**one, **other} if one.get(name) != other.get(name)]
+
+
+def _refuse_mixture(runs: Sequence[RunView], parts: tuple[str, ...]) -> None:
+    """Refuse runs whose numbers do not belong into one table; those that do not say are let in."""
+    known = [run for run in runs if run.bound]
+    for run in known[1:]:
+        differing = _differing(known[0].bound, run.bound)
+        if found := [name for name in differing if name.startswith(parts)]:
+            raise CheckpointError(
+                f"{known[0].folder} and {run.folder} cannot stand in one table: they differ in "
+                f"{', '.join(found)}. Report on them one at a time."
+            )
 
 
 def _not_a_run(folder: Path) -> str:
@@ -414,6 +443,9 @@ def load_comparison(folder: str | Path) -> ComparisonView:
             f"No run of the comparison {folder} has started yet. Start or resume the comparison, "
             "then report on it."
         )
+    _refuse_mixture([run for runs in present.values() for run in runs], TRAINED_ON)
+    for runs in present.values():
+        _refuse_mixture(runs, (*TRAINED_ON, "partition"))
     return ComparisonView(str(plan.get("config") or folder.name), present, tuple(missing))
 
 
@@ -422,6 +454,10 @@ def gather(folders: Sequence[str | Path]) -> ComparisonView:
 
     Runs of the same display name count as seeds of one method. Where two of them have the same
     seed they cannot be that, so the folder's name is added to tell them apart.
+
+    Raises:
+        CheckpointError: As :func:`load_run`; or the runs were not measured on the same test set, or
+            those that count as seeds of one method were not trained on the same data.
     """
     runs = [load_run(folder) for folder in folders]
     if not runs:
@@ -436,4 +472,7 @@ def gather(folders: Sequence[str | Path]) -> ComparisonView:
             name += f" ({run.folder.resolve().relative_to(root).as_posix()})"
         groups.setdefault(name, []).append(run)
     ordered = {name: tuple(sorted(g, key=lambda r: r.seed)) for name, g in groups.items()}
+    _refuse_mixture(runs, TESTED_ON)
+    for group in ordered.values():
+        _refuse_mixture(group, TRAINED_ON)
     return ComparisonView("", ordered)
