@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 import os
 import time
 from collections.abc import Callable, Sequence
@@ -65,8 +66,15 @@ def choose_device(name: str) -> torch.device:
         device = torch.device(name)
     except RuntimeError as error:
         raise ConfigError(f"engine.device = {name!r} is no device: {error}.") from None
-    if device.type == "cuda" and not torch.cuda.is_available():
+    if device.type not in ("cpu", "cuda"):
+        raise ConfigError(f"engine.device = {name!r}: runs work on 'cpu' and 'cuda' only.")
+    present = torch.cuda.device_count() if device.type == "cuda" else 1
+    if device.type == "cuda" and not present:
         raise ConfigError(f"engine.device = {name!r}, but torch sees no CUDA device. Use 'cpu'.")
+    if (device.index or 0) >= present:
+        raise ConfigError(
+            f"engine.device = {name!r}, but the last one is '{device.type}:{present - 1}'."
+        )
     return device
 
 
@@ -253,7 +261,19 @@ def load_data(settings: Settings, observe: Observer, partition_file: Path | None
 
 def make_backbone(settings: Settings, shape: tuple[int, int, int]) -> Backbone:
     """The backbone for images of a shape."""
-    return models[settings.model.common.name](settings.model.own, InputSpec(*shape))
+    backbone = models[settings.model.common.name](settings.model.own, InputSpec(*shape))
+    refuse_too_large(sum(math.prod(shape) for shape in backbone.shapes().values()))
+    return backbone
+
+
+def refuse_too_large(parameters: int) -> None:
+    """Refuse a model that this machine cannot hold twice: once as it is, and once trained."""
+    memory = os.sysconf("SC_PAGE_SIZE") * os.sysconf("SC_PHYS_PAGES")
+    if 8 * parameters > memory:
+        raise ConfigError(
+            f"A model of {parameters:,} parameters needs {8 * parameters / 1e9:,.0f} GB at the "
+            f"very least; this machine has {memory / 1e9:,.0f} GB. Choose a smaller model."
+        )
 
 
 def assemble(
@@ -304,6 +324,7 @@ def assemble(
     cohort = cohort_size(holders, federation.participation, federation.cohort)
     schedule = draw_schedule(sizes, run.rounds, cohort, federation.sampling, run.seed)
     model = Model(backbone, method.head(backbone.width))
+    refuse_too_large(model.num_parameters)
     return Assembly(
         settings=settings,
         data=as_clients_see(data, partition, settings),
