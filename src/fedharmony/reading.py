@@ -8,9 +8,11 @@ hang.
 from __future__ import annotations
 
 import errno
+import json
 import os
 import stat
 from pathlib import Path
+from typing import Any
 
 #: More than any configuration, table of results or annotation file has.
 FILE_LIMIT = 4 << 30
@@ -57,13 +59,48 @@ def _refuse_irregular(found: os.stat_result, name: str) -> None:
         raise OSError(errno.EINVAL, "it is a pipe, socket or device, not a regular file", name)
 
 
+def parse_json(text: str | bytes) -> Any:
+    """JSON values; whatever is wrong with the text is a ValueError.
+
+    >>> parse_json("[" * 100_000)
+    Traceback (most recent call last):
+    ValueError: brackets within brackets without end
+    """
+    try:
+        return json.loads(text)
+    except RecursionError:
+        raise ValueError("brackets within brackets without end") from None
+
+
+# Unlike their namesakes of Path, these raise nothing: what cannot be a name, or lies where one may
+# not look, is not there.
+
+
 def is_there(path: str | Path) -> bool:
-    """Whether a file or folder is there; a name that no file can have is not.
+    """Whether a file or folder is there.
 
     >>> is_there("."), is_there("x" * 5000), is_there("a" + chr(0))
     (True, False, False)
     """
-    return os.path.exists(path)  # noqa: PTH110 (Path.exists raises for names that are too long)
+    return os.path.exists(path)  # noqa: PTH110
+
+
+def is_file(path: str | Path) -> bool:
+    """Whether a regular file is there.
+
+    >>> is_file("."), is_file("x" * 5000)
+    (False, False)
+    """
+    return os.path.isfile(path)  # noqa: PTH113
+
+
+def is_folder(path: str | Path) -> bool:
+    """Whether a folder is there.
+
+    >>> is_folder("."), is_folder("x" * 5000)
+    (True, False)
+    """
+    return os.path.isdir(path)  # noqa: PTH112
 
 
 def user_path(path: str | Path) -> Path:

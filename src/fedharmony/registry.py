@@ -25,7 +25,7 @@ from pathlib import Path
 from typing import Any, Generic, TypeVar
 
 from fedharmony.errors import ConfigError, nearest
-from fedharmony.reading import user_path
+from fedharmony.reading import is_file, user_path
 
 T = TypeVar("T", bound=type[Any])
 
@@ -94,7 +94,7 @@ def load_plugins(files: Iterable[str | Path]) -> None:
         name = "fedharmony_plugin_" + "".join(c if c.isalnum() else "_" for c in str(path))
         if name in sys.modules:
             continue
-        if not os.path.isfile(path):  # noqa: PTH113 (Path.is_file raises for names too long)
+        if not is_file(path):
             raise ConfigError(f"Plugin file {path} does not exist. Check the path you passed.")
         spec = importlib.util.spec_from_file_location(name, path)
         if spec is None or spec.loader is None:
