@@ -23,7 +23,7 @@ from typing import Annotated, Any, TypeAlias, TypeVar, get_type_hints
 import tomli_w
 from pydantic import AfterValidator, TypeAdapter, ValidationError
 
-from fedharmony.errors import ConfigError, nearest
+from fedharmony.errors import ConfigError, nearest, shown
 from fedharmony.reading import is_there, read_regular, user_path
 
 T = TypeVar("T")
@@ -33,8 +33,6 @@ Tree = dict[str, Any]
 FILE_LIMIT, DEPTH = 16 << 20, 8
 #: The largest whole number that every program reads from JSON as it was written.
 LARGEST = 2**53
-#: Characters of a value that a message repeats.
-SHOWN = 120
 
 
 def read_toml(path: str | Path) -> Tree:
@@ -73,19 +71,6 @@ def _deeper(value: Any, depth: int) -> bool:
         return False
     inner = value.values() if isinstance(value, dict) else value
     return depth == 0 or any(_deeper(part, depth - 1) for part in inner)
-
-
-def shown(value: Any) -> str:
-    """A value for messages, cut where it is long.
-
-    >>> shown("a" * 500)[-8:], shown(10**5000)
-    ('aaaaa...', 'a number of more than 4,300 digits')
-    """
-    try:
-        text = repr(value)
-    except ValueError:  # Python prints no number of more digits
-        return "a number of more than 4,300 digits"
-    return text if len(text) <= SHOWN else f"{text[:SHOWN]}..."
 
 
 def parse_override(text: str) -> tuple[list[str], Any]:

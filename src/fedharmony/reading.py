@@ -103,6 +103,22 @@ def is_folder(path: str | Path) -> bool:
     return os.path.isdir(path)  # noqa: PTH112
 
 
+def fault_of(path: str | Path) -> str:
+    """Why no file can have this name; empty where one can, whether it is there or not.
+
+    >>> fault_of("a/b"), fault_of("x" * 300), fault_of("a" + chr(0))
+    ('', 'File name too long', 'embedded null byte')
+    """
+    try:
+        os.lstat(path)
+    except OSError as error:
+        # A name that is too long, or one whose symbolic links go round in a circle.
+        return (error.strerror or "") if error.errno in (errno.ENAMETOOLONG, errno.ELOOP) else ""
+    except ValueError as error:
+        return str(error)
+    return ""
+
+
 def user_path(path: str | Path) -> Path:
     """``path`` with a leading ``~`` replaced where the user it names is known.
 

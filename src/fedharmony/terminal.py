@@ -43,8 +43,8 @@ class PlainConsole(Console):
 
 
 def console(*, stderr: bool = False, **options: Any) -> Console:
-    """A console on the standard output, or on the standard error."""
-    return PlainConsole(stderr=stderr, **options)
+    """A console on the standard output, or on the standard error; brackets are no markup."""
+    return PlainConsole(stderr=stderr, markup=False, **options)
 
 
 def say(text: object, *, err: bool = False) -> None:

@@ -39,7 +39,6 @@ from fedharmony.config import (
     merge,
     override,
     read_toml,
-    shown,
     tree_of,
 )
 from fedharmony.data.augment import AugmentSettings
@@ -47,7 +46,7 @@ from fedharmony.data.base import datasets
 from fedharmony.data.transforms import check_transforms
 from fedharmony.engine.federation import FederationSettings
 from fedharmony.engine.optimise import TrainSettings
-from fedharmony.errors import ConfigError, nearest
+from fedharmony.errors import ConfigError, nearest, shown
 from fedharmony.losses import LossSettings
 from fedharmony.methods.base import methods
 from fedharmony.metrics import MetricOptions
@@ -63,6 +62,8 @@ logger = logging.getLogger(__name__)
 def _printable(text: str) -> str:
     if text != plain(text) or "\n" in text or "\t" in text:
         raise ValueError("it holds control characters")
+    if len(text) > 100:
+        raise ValueError("it has more than 100 characters")
     return text
 
 

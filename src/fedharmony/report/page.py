@@ -430,7 +430,9 @@ def _shortcomings(run: RunView) -> list[str]:
             else f"has not finished: {progress} are in its log, and it has not been evaluated yet."
         )
     elif run.status != "completed":
-        reason = str((run.finish or {}).get("reason") or "no reason given").rstrip(".")
+        given = (run.finish or {}).get("reason")
+        stopped = "the user stopped it" if run.status == "interrupted" else "no reason given"
+        reason = str(given or stopped).rstrip(".")
         verb = "failed" if run.status == "failed" else f"was {run.status}"
         found.append(f"{verb} after {progress}: {reason}.")
     stale = int(run.results.get("rounds_done") or 0)
