@@ -25,8 +25,10 @@ from fedharmony.data import files
 from fedharmony.data.cache import Resize, decode, decoded
 from fedharmony.data.files import open_tree
 from fedharmony.errors import CheckpointError, DataError
+from fedharmony.partition.report import paired_labels
 from fedharmony.report.load import load_run
 from fedharmony.report.page import write_report
+from test_cli import SMALL, succeed
 
 
 @pytest.fixture(autouse=True)
@@ -245,3 +247,46 @@ def test_events_that_no_run_has_written(whole: Path, tmp_path: Path, event: Any)
     run = load_run(folder)
     assert run.damaged_lines == 1
     assert len(run.rounds) == 3
+
+
+# -- very many labels -----------------------------------------------------------------------------
+
+
+def test_pairs_of_very_many_labels_are_those_of_the_frequent_ones(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """A whole run whose twenty labels are too many: matrices and page are of six, and say so."""
+    monkeypatch.setattr("fedharmony.partition.report.MOST_PAIRED", 6)
+    succeed(tmp_path, "run", "demo", *SMALL, "run.rounds=1", "--out", "run", "--quiet")
+    matrices = load_file(tmp_path / "run" / "matrices.safetensors")
+    shapes = {name: matrix.shape for name, matrix in matrices.items()}
+    for name in ("true", "learned", "learned_hard", "planted", "consensus"):
+        assert shapes[name] == (6, 6)
+    assert shapes["clusters"] == shapes["labels"] == (6,)
+    assert shapes["client_label_shares"] == (4, 6)
+    results = json.loads((tmp_path / "run" / "results.json").read_text())
+    assert len(results["per_label"]) == 20
+    positives = np.array([row["positives"] for row in results["per_label"]])
+    chosen = matrices["labels"]
+    assert positives[chosen].min() >= np.delete(positives, chosen).max()
+    assert results["structure"]["n_pairs"] <= 15
+    run = load_run(tmp_path / "run")
+    assert run.paired == tuple(run.classes[i] for i in chosen)
+    page = write_report(tmp_path / "run").read_text()
+    assert "Of 20 labels the 6 most frequent are compared." in page
+
+
+def test_a_split_of_very_many_labels_is_drawn(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr("fedharmony.partition.report.MOST_PAIRED", 6)
+    succeed(tmp_path, "partition", "demo", "data.train=200", "split.clients=5", "--out", "split")
+    assert (tmp_path / "split" / "split.svg").exists()
+
+
+def test_few_labels_are_all_paired() -> None:
+    labels = np.zeros((2, 2001), np.uint8)
+    labels[:, 5:] = 1
+    labels[0, 9] = 0
+    assert paired_labels(labels[:, :2000]).tolist() == list(range(2000))
+    assert paired_labels(labels).tolist() == [i for i in range(2001) if i != 4]

@@ -358,7 +358,7 @@ def held_out_users(users: Sequence[str], fraction: float, seed: int) -> tuple[In
     names, owner, sizes = np.unique(np.array(users), return_inverse=True, return_counts=True)
     if len(names) < 2:
         raise DataError(
-            f"All images of the table are of one user, {str(names[0])!r}, so no user can be held out "
+            f"All images of the table are of one user, {users[0]!r}, so no user can be held out "
             'for testing. Mark the test images in a split column, or set data.hold_out = "images".'
         )
     order = numpy_rng(seed, "held-out test users").permutation(len(names))

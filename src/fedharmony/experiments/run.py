@@ -42,7 +42,7 @@ from fedharmony.models.base import Backbone, InputSpec, Model, models
 from fedharmony.partition.annotation import client_known
 from fedharmony.partition.base import Partition, splitters
 from fedharmony.partition.feature_skew import feature_skew, skewed_images
-from fedharmony.partition.report import label_shares, split_report
+from fedharmony.partition.report import label_shares, paired_labels, split_report
 from fedharmony.rng import numpy_rng, torch_rng
 from fedharmony.transport.base import Transport
 from fedharmony.transport.inprocess import InProcess
@@ -209,7 +209,10 @@ class Assembly:
             known = None if test.known is None else test.known[start : start + EVAL_BATCH]
             store.add(scores, test.labels[start : start + EVAL_BATCH], known)
         scores_seen, targets, known = store.arrays()
-        options = self.settings.metrics
+        options, paired = self.settings.metrics, paired_labels(test.labels)
+        if len(paired) < len(self.data.classes):
+            scores_seen, targets = scores_seen[:, paired], targets[:, paired]
+            known = None if known is None else known[:, paired]
         structure = structure_metrics(scores_seen, targets, options.threshold, known)
         return Evaluation(store.result(options), structure)
 
@@ -502,8 +505,9 @@ def start_event(assembly: Assembly, first: int) -> Event:
 
 
 def matrices(assembly: Assembly, state: Record, structure: StructureResult) -> Tensors:
-    """Correlation matrices and label shares for the report."""
-    defined = label_correlation(assembly.data.test.labels)[1]
+    """Correlation matrices and label shares for the report; of very many labels, of some."""
+    classes, paired = len(assembly.data.classes), paired_labels(assembly.data.test.labels)
+    defined = label_correlation(assembly.data.test.labels[:, paired])[1]
     shares = label_shares(assembly.data.train.labels, assembly.partition)
     tensors = {
         "true": torch.from_numpy(structure.true_matrix).float(),
@@ -517,6 +521,15 @@ def matrices(assembly: Assembly, state: Record, structure: StructureResult) -> T
         tensors["planted"] = torch.from_numpy(assembly.data.planted).float()
     for name, tensor in assembly.method.artifacts(state).items():
         tensors[name] = tensor.to(torch.uint8) if tensor.dtype == torch.bool else tensor
+    if len(paired) < classes:
+        index = torch.from_numpy(paired)
+        for name, tensor in tensors.items():
+            if name in ("true", "true_defined", "learned", "learned_hard"):
+                continue  # of these labels already
+            for axis in (a for a, size in enumerate(tensor.shape) if size == classes):
+                tensor = tensor.index_select(axis, index.to(tensor.device))
+            tensors[name] = tensor
+        tensors["labels"] = index
     return tensors
 
 

@@ -184,12 +184,18 @@ class RunView:
             for name, values in (self.results.get("baselines") or {}).items()
         }
 
-    @property
+    @cached_property
     def classes(self) -> tuple[str, ...]:
-        """Label names in the order of the matrices."""
+        """All label names."""
         return tuple(str(c) for c in self.start.get("classes") or ()) or tuple(
             score.label for score in self.per_label
         )
+
+    @cached_property
+    def paired(self) -> tuple[str, ...]:
+        """Label names in the order of the matrices, which of very many labels hold some."""
+        chosen = self.matrices.get("labels")
+        return self.classes if chosen is None else tuple(self.classes[int(i)] for i in chosen)
 
     @cached_property
     def per_label(self) -> tuple[LabelScore, ...]:
@@ -279,7 +285,7 @@ def _read_config(path: Path) -> dict[str, Any]:
         ) from error
 
 
-def _read_matrices(path: Path) -> dict[str, Array]:
+def _read_matrices(path: Path, classes: int) -> dict[str, Array]:
     if not is_file(path):
         return {}
     try:
@@ -289,7 +295,7 @@ def _read_matrices(path: Path) -> dict[str, Array]:
             f"{path} cannot be read: {error}. Delete it to report on the run without its "
             "correlation matrices."
         ) from error
-    refuse_odd_matrices(path, tensors)
+    refuse_odd_matrices(path, tensors, classes)
     return {name: np.asarray(tensor, dtype=np.float64) for name, tensor in tensors.items()}
 
 
@@ -364,6 +370,7 @@ def load_run(folder: str | Path) -> RunView:
     replay = _Replay()
     for event in events:
         replay.take(event)
+    classes = len(replay.start.get("classes") or ())
     return RunView(
         folder=folder,
         config=_read_config(folder / "config.toml"),
@@ -374,7 +381,7 @@ def load_run(folder: str | Path) -> RunView:
         evaluations=tuple(replay.evaluations[i] for i in sorted(replay.evaluations)),
         finish=replay.finish,
         results=_read_json(folder / "results.json", RESULTS),
-        matrices=_read_matrices(folder / "matrices.safetensors"),
+        matrices=_read_matrices(folder / "matrices.safetensors", classes),
         damaged_lines=damaged,
     )
 

@@ -148,8 +148,8 @@ def well_shaped(event: Mapping[str, Any]) -> bool:
     return True
 
 
-def refuse_odd_matrices(path: Path, matrices: Mapping[str, npt.NDArray[Any]]) -> None:
-    """Refuse matrices whose sizes contradict each other."""
+def refuse_odd_matrices(path: Path, matrices: Mapping[str, npt.NDArray[Any]], classes: int) -> None:
+    """Refuse matrices whose sizes contradict each other, or that are of more than the classes."""
     shapes = {name: matrix.shape for name, matrix in matrices.items()}
     labels = next((shapes[name][0] for name in PAIRS if shapes.get(name)), 0)
     square = (labels, labels)
@@ -160,6 +160,10 @@ def refuse_odd_matrices(path: Path, matrices: Mapping[str, npt.NDArray[Any]]) ->
     shares = shapes.get("client_label_shares", (0, labels))
     if len(shares) != 2 or (labels and shares[1] != labels):
         odd.append("client_label_shares")
+    if "labels" in matrices:
+        chosen = matrices["labels"]
+        inside = chosen.shape == (labels,) and bool(((chosen >= 0) & (chosen < classes)).all())
+        odd += [] if inside else ["labels"]
     if odd:
         raise CheckpointError(
             f"{path} was not written by fedharmony, or has been changed: {odd[0]!r} has the shape "
