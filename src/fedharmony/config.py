@@ -219,6 +219,11 @@ def _is_text(value: str) -> bool:
     return "\0" not in value
 
 
+def machine_memory() -> int:
+    """The bytes of memory that this machine has, for limits that depend on it."""
+    return os.sysconf("SC_PAGE_SIZE") * os.sysconf("SC_PHYS_PAGES")
+
+
 def tree_of(settings: Any) -> Tree:
     """A settings dataclass as a mapping that TOML can hold (None is left out)."""
     values = {f.name: getattr(settings, f.name) for f in dataclasses.fields(settings) if f.init}

@@ -16,6 +16,7 @@ import numpy as np
 import numpy.typing as npt
 import torch
 
+from fedharmony.config import machine_memory
 from fedharmony.correlation import label_correlation
 from fedharmony.data.annotations import FileSource
 from fedharmony.data.base import DataSet, LabelledImages, TensorImages, datasets
@@ -271,7 +272,7 @@ def make_backbone(settings: Settings, shape: tuple[int, int, int]) -> Backbone:
 
 def refuse_too_large(parameters: int) -> None:
     """Refuse a model that this machine cannot hold twice: once as it is, and once trained."""
-    memory = os.sysconf("SC_PAGE_SIZE") * os.sysconf("SC_PHYS_PAGES")
+    memory = machine_memory()
     if 8 * parameters > memory:
         raise ConfigError(
             f"A model of {parameters:,} parameters needs {8 * parameters / 1e9:,.0f} GB at the "
