@@ -29,7 +29,7 @@ from fedharmony.terminal import plain
 from test_cli import SMALL, call
 
 #: Inputs of each of the three kinds.
-EXAMPLES = int(os.environ.get("FEDHARMONY_FUZZ", "120"))
+EXAMPLES = int(os.environ.get("FEDHARMONY_FUZZ", "100"))
 #: Bytes by which the process may grow over all of them.
 MEMORY = 2 << 30
 

@@ -59,7 +59,8 @@ def test_layers_apply_in_their_order(tmp_path: Path) -> None:
     """A third layer that returns to the first one's model does not bring its settings back."""
     there = layer(tmp_path, "a.toml", '[model]\nname = "vit_tiny_patch16"\npatch = 8')
     back = layer(tmp_path, "b.toml", '[model]\nname = "vit"')
-    settings = load_settings("demo", [there, back, "train.lr=0.5"])
+    base = layer(tmp_path, "base.toml", '[model]\nname = "vit"\nwidth = 32')
+    settings = load_settings(base, [there, back, "train.lr=0.5"])
     assert settings.model.own == type(settings.model.own)()
     assert settings.train.lr == 0.5
 

@@ -21,6 +21,8 @@ from fedharmony import cli
 from fedharmony.terminal import PlainConsole, PlainFormatter, plain, replace_unknown
 from test_cli import call, command
 
+#: As for most users: what is printed is kept back for a while.
+BUFFERED = {**os.environ, "PYTHONUNBUFFERED": ""}
 ESCAPE = "\x1b]0;title\x07\x1b[31mred\x9b0m\x08"
 
 
@@ -148,10 +150,34 @@ def test_an_encoding_that_lacks_a_character() -> None:
 def test_an_output_without_room() -> None:
     with Path("/dev/full").open("w") as full:
         done = subprocess.run(
-            command("--version"), stdout=full, stderr=subprocess.PIPE, text=True, check=False
+            command("--version"),
+            stdout=full,
+            stderr=subprocess.PIPE,
+            text=True,
+            check=False,
+            env=BUFFERED,
         )
     assert done.returncode == 1
     assert done.stderr == "Error: The output cannot be written: No space left on device.\n"
+
+
+@pytest.mark.skipif(not Path("/dev/full").exists(), reason="no device without room")
+def test_a_mistake_is_told_although_the_output_has_no_room(tmp_path: Path) -> None:
+    """A plug-in prints, and what it printed is still in the stream when the program ends."""
+    (tmp_path / "own.py").write_text("print('hello')\n")
+    words = ["run", "demo", "train.lrr=1", "--plugin", str(tmp_path / "own.py")]
+    with Path("/dev/full").open("w") as full:
+        done = subprocess.run(
+            command(*words),
+            stdout=full,
+            stderr=subprocess.PIPE,
+            text=True,
+            check=False,
+            env=BUFFERED,
+        )
+    assert done.returncode == 2
+    assert done.stderr.startswith("Error: Unknown setting train.lrr.")
+    assert done.stderr.count("\n") == 1
 
 
 def test_a_closed_pipe_and_closed_streams() -> None:
@@ -159,7 +185,12 @@ def test_a_closed_pipe_and_closed_streams() -> None:
     os.close(read)
     with os.fdopen(write, "w") as nobody:
         done = subprocess.run(
-            command("--help"), stdout=nobody, stderr=subprocess.PIPE, text=True, check=False
+            command("--help"),
+            stdout=nobody,
+            stderr=subprocess.PIPE,
+            text=True,
+            check=False,
+            env=BUFFERED,
         )
     assert (done.returncode, done.stderr) == (1, "")
 

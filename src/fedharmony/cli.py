@@ -554,16 +554,20 @@ def _complain(text: str) -> None:
         console(stderr=True).print(paragraph, soft_wrap=not sys.stderr.isatty())
 
 
-def _flush() -> None:
-    """Let the end of the output fail here and not at the very end, where nobody can say so."""
+def _flushed(code: int) -> int:
+    """Write out what is left; the exit code.
+
+    At the very end, where Python would try, nobody could say that it failed.
+    """
     if sys.stdout is None:  # closed before the program began
-        return
+        return code
     try:
         sys.stdout.flush()
-    except OSError:
+    except OSError as error:
         # What is still in the stream must not be tried again.
         os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
-        raise
+        return code or _last_resort(error, debug=False)
+    return code
 
 
 def main() -> None:
@@ -586,10 +590,7 @@ def main() -> None:
         logger.addHandler(handler)
     debug = DEBUG in sys.argv[1:]
     try:
-        try:
-            code = app([word for word in sys.argv[1:] if word != DEBUG], standalone_mode=False)
-        finally:
-            _flush()
+        code = app([word for word in sys.argv[1:] if word != DEBUG], standalone_mode=False)
     except FedHarmonyError as error:
         if debug:
             say(_trace(error), err=True)
@@ -598,11 +599,9 @@ def main() -> None:
     except (typer.Abort, KeyboardInterrupt):
         say("Stopped.", err=True)
         code = 130
-    except BrokenPipeError:  # whoever read the output has gone
-        code = 1
     except Exception as error:
         code = _last_resort(error, debug)
-    raise SystemExit(code)
+    raise SystemExit(_flushed(code or 0))
 
 
 def _last_resort(error: Any, debug: bool) -> int:
@@ -616,6 +615,8 @@ def _last_resort(error: Any, debug: bool) -> int:
         advice = "" if context is None else f" Try '{context.command_path} --help'."
         _complain(error.format_message() + advice)
         return int(error.exit_code)
+    if isinstance(error, BrokenPipeError):  # whoever read the output has gone
+        return 1
     if _is_output_lost(error):
         _complain(f"The output cannot be written: {error.strerror}.")
         return 1
