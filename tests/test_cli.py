@@ -290,6 +290,35 @@ def test_help_teaches(tmp_path: Path) -> None:
         (["engine.device=tpu9"], ["tpu9"]),
         (["split.file=none.json"], ["none.json"]),
         (["rounds"], ["section.key=value"]),
+        (["engine.device=mps"], ["'mps'", "'cpu' and 'cuda' only"]),
+        (["engine.device=meta"], ["'meta'", "'cpu' and 'cuda' only"]),
+        (["engine.device=cpu:7"], ["'cpu:7'", "cpu:0"]),
+        (["engine.threads=100000000000"], ["engine.threads", "less than or equal to"]),
+        (["methods.fedavg=3"], ["methods.fedavg = 3", "section", "run.method=fedavg"]),
+        (["data.train=99999999999999"], ["data.train", "less than or equal to"]),
+        (["run.rounds=1000000000000"], ["run.rounds", "less than or equal to"]),
+        (["model.width=100000000"], ["model.width", "less than or equal to"]),
+        (["model.width=65536"], ["parameters needs", "this machine has"]),
+        (["model.depth=1000000"], ["model.depth", "less than or equal to"]),
+        (["methods.fedlgt.layers=100000000"], ["layers", "less than or equal to"]),
+        (
+            ["run.method=fedlgt", "methods.fedlgt.feedforward=100000000000"],
+            ["parameters needs", "this machine has"],
+        ),
+        (["data.imbalance=inf"], ["data.imbalance", "finite"]),
+        (["methods.fedprox.mu=inf"], ["methods.fedprox.mu", "finite"]),
+        (["methods.fedprox.mu=nan"], ["methods.fedprox.mu", "finite"]),
+        (["model.mean=[0.5, 0.5, -inf]"], ["model.mean", "finite"]),
+        (["tune.fedprox.mu=[0.1, inf]"], ["tune.fedprox.mu", "finite"]),
+        (["methods.fedprox.train.lr=inf"], ["train.lr", "finite"]),
+        (["run.label=a\x1b[31m"], ["run.label", "control characters"]),
+        (["run.label=a\udcff"], ["run.label", "not UTF-8"]),
+        (["lr=0.01"], ["lr needs its section", "train.lr"]),
+        (["path=x"], ["data.path"]),
+        (["foo=1"], ["no setting foo", "train"]),
+        (["train.lr=" + "[" * 5000], ["train.lr", "valid number"]),
+        (["train.lr=" + "9" * 5000], ["train.lr", "valid number"]),
+        (["a." * 5000 + "b=1"], ["more than 8 deep"]),
     ],
     ids=lambda value: value[0] if isinstance(value, list) else None,
 )
@@ -302,6 +331,8 @@ def test_bad_settings(tmp_path: Path, overrides: list[str], words: list[str]) ->
 
 def test_bad_files(tmp_path: Path) -> None:
     assert "none.toml does not exist" in refuse(tmp_path, "run", "none.toml")
+    assert "Did you mean 'demo'?" in refuse(tmp_path, "run", "dmo")
+    assert "neither a file" in refuse(tmp_path, "run", "x" * 5000)
     assert "holds no run" in refuse(tmp_path, "resume", "nowhere")
     assert "nowhere" in refuse(tmp_path, "report", "nowhere")
     assert "--seeds" in refuse(tmp_path, "compare", "demo", "--seeds", "a,b")

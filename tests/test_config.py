@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import os
 import random
 from dataclasses import dataclass
 from pathlib import Path
@@ -53,6 +54,70 @@ def test_mistakes_are_named(values: dict[str, object], words: list[str]) -> None
         build(Sample, values, "train")
     for word in words:
         assert word in str(caught.value)
+
+
+@pytest.mark.parametrize(
+    ("value", "word"),
+    [
+        (float("inf"), "finite"),
+        (float("-inf"), "finite"),
+        (float("nan"), "finite"),
+        (10**400, "9,007,199,254,740,992"),
+    ],
+)
+def test_numbers_that_no_setting_can_mean(value: float, word: str) -> None:
+    """For every field of every dataclass, whatever its own type allows."""
+    for values in ({"lr": value}, {"mean": [0.1, value, 0.1]}):
+        with pytest.raises(ConfigError, match=word):
+            build(Sample, values, "methods.own")
+    with pytest.raises(ConfigError, match=r"a number of more than|9,007"):
+        build(Sample, {"rounds": 10**5000}, "methods.own")
+
+
+@pytest.mark.parametrize("value", ["a\0b", "a\udc80b"])
+def test_text_that_no_file_can_hold(value: str) -> None:
+    @dataclass(frozen=True)
+    class Named:
+        name: str = ""
+
+    with pytest.raises(ConfigError, match="not UTF-8"):
+        build(Named, {"name": value}, "run")
+
+
+def test_odd_toml_files(tmp_path: Path) -> None:
+    file = tmp_path / "a.toml"
+    file.write_bytes(b"\xef\xbb\xbf[run]\r\nrounds = 3\r\n")  # as an editor on Windows writes it
+    assert read_toml(file) == {"run": {"rounds": 3}}
+    for text in ("a = " + "[" * 9000, "a." * 9000 + "b = 1", "[" + "a." * 20 + "b]"):
+        file.write_text(text)
+        with pytest.raises(ConfigError, match="nested"):
+            read_toml(file)
+    file.write_text("a = " + "9" * 5000)
+    with pytest.raises(ConfigError, match="not valid TOML"):
+        read_toml(file)
+    file.write_bytes(b"a = '\xff'")
+    with pytest.raises(ConfigError, match="UTF-8"):
+        read_toml(file)
+    with pytest.raises(ConfigError, match="cannot be read"):
+        read_toml(tmp_path)
+
+
+@pytest.mark.parametrize("special", ["pipe", "/dev/zero"])
+def test_only_regular_files_are_read(tmp_path: Path, special: str) -> None:
+    os.mkfifo(tmp_path / "pipe")
+    with pytest.raises(ConfigError, match="pipe, socket or device"):
+        read_toml(tmp_path / special)
+
+
+def test_files_of_any_size_are_not_read(tmp_path: Path) -> None:
+    with (tmp_path / "large").open("wb") as file:
+        file.truncate(1 << 40)  # a hole: takes no room
+    with pytest.raises(ConfigError, match="more than the 16,777,216"):
+        read_toml(tmp_path / "large")
+
+
+def test_an_override_is_one_value() -> None:
+    assert parse_override("run.label=1\nother = 2") == (["run", "label"], "1\nother = 2")
 
 
 def test_a_file_is_found_from_any_folder(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:

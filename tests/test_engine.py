@@ -26,7 +26,7 @@ from fedharmony.aggregate import ModelMean, RunningMean
 from fedharmony.data.augment import AugmentSettings
 from fedharmony.data.base import LabelledImages, TensorImages
 from fedharmony.engine.batches import plan_batches
-from fedharmony.engine.checkpoint import digest, load_record, save_record
+from fedharmony.engine.checkpoint import digest, from_bytes, load_record, save_record, to_bytes
 from fedharmony.engine.federation import FederationSettings, problem
 from fedharmony.engine.means import Means
 from fedharmony.engine.sampling import cohort_size, draw_schedule, drops_out
@@ -727,3 +727,11 @@ def test_packed_replies_are_checked_like_others() -> None:
     assert "params/w holds a value that is not finite" in reason(w=(2, 3), b=(3,), value=math.inf)
     assert "not finite" in reason(False, math.nan, w=(2, 3), b=(3,))
     assert reason(True, w=(2, 3), b=(3,)) is None
+
+
+def test_one_tensor_under_two_names_is_saved() -> None:
+    """A plug-in's state may hold one; the format of the file refuses shared memory."""
+    tied = torch.arange(3.0)
+    state = Record({"params": {"w": tied, "copy": tied}, "own": {"part": tied[1:]}})
+    again = from_bytes(to_bytes(state))
+    assert digest(again) == digest(state)

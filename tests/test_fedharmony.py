@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Mapping
+from dataclasses import replace
 from typing import Any
 
 import numpy as np
@@ -712,3 +713,12 @@ def test_consensus_and_clusters_are_shown() -> None:
     assert shown["consensus"].shape == (CLASSES, CLASSES)
     assert shown["clusters"].shape == (CLASSES,)
     assert toy.method.artifacts(toy.initial()) == {}
+
+
+def test_more_pairs_than_the_machine_can_hold(monkeypatch: pytest.MonkeyPatch) -> None:
+    """A method that compares all pairs says so before the first matrix: 100 · 50² bytes here."""
+    monkeypatch.setattr("fedharmony.methods.fedharmony.machine_memory", lambda: 1_000_000)
+    task = Task(classes=50, clients=2, rounds=1, batch_size=1, epochs=1, seed=0, width=1, lr=0.1)
+    FedHarmony(FedHarmony.Config(), task)
+    with pytest.raises(ConfigError, match=r"51 labels need about 0 GB"):
+        FedHarmony(FedHarmony.Config(), replace(task, classes=51))

@@ -14,7 +14,7 @@ PACKAGE = Path(fedharmony.__file__).parent
 
 #: Layers from left to right; modules of one layer may import each other.
 LAYERS = [
-    {"types", "errors", "files", "rng", "registry", "config"},
+    {"types", "errors", "files", "reading", "terminal", "rng", "registry", "config"},
     {"correlation", "clusters", "consensus", "losses", "aggregate"},
     {"data"},
     {"partition"},

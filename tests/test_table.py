@@ -15,7 +15,8 @@ from PIL import Image
 
 from fedharmony.config import build
 from fedharmony.data import datasets
-from fedharmony.data.table import JoinedCells, Table, held_out
+from fedharmony.data import table as tables
+from fedharmony.data.table import JoinedCells, Table, held_out, held_out_users
 from fedharmony.errors import ConfigError, DataError
 
 JOINED = """\
@@ -110,7 +111,7 @@ def test_classes_choose_and_order(tmp_path: Path) -> None:
     assert classes == ("tree", "dog", "cat", "fox")
     assert train.labels[0].tolist() == [1, 0, 1, 0]
     write(tmp_path, COLUMNS)
-    chosen = {"format": "columns", "classes": ["cat"], "ignore": ["dog"]}
+    chosen = {"format": "columns", "classes": ["cat"], "ignore": ["dog"], "test_fraction": 0.5}
     classes, train, test = source(folder, **chosen).annotations()
     assert classes == ("cat",)
     assert dict(zip(train.ids + test.ids, [*train.labels, *test.labels], strict=True)) == {
@@ -387,3 +388,73 @@ def test_joined_cells_against_sets(rows: list[set[str] | None]) -> None:
         else:
             assert {classes[c] for c in np.flatnonzero(found == 1)} == row
             assert (found < 2).all()
+
+
+def test_whole_users_are_held_out(tmp_path: Path) -> None:
+    """Nobody is trained on and tested on, unless the settings ask for single images."""
+    rows = [f"{user}/{i}.png,cat,{user}" for user in "abcdefgh" for i in range(5)]
+    folder = write(tmp_path, "image,labels,user\n" + "\n".join(rows) + "\n", images=())
+    _, train, test = source(folder, test_fraction=0.25).annotations()
+    assert train.users is not None
+    assert test.users is not None
+    assert not set(train.users) & set(test.users)
+    assert (len(train), len(test)) == (30, 10)
+    _, train, test = source(folder, test_fraction=0.25, hold_out="images").annotations()
+    assert train.users is not None
+    assert test.users is not None
+    assert set(train.users) & set(test.users)
+
+
+def test_users_can_only_be_held_out_where_there_are_several(tmp_path: Path) -> None:
+    text = "image,labels\na/1.png,cat\na/2.png,dog\n"
+    with pytest.raises(DataError, match="no column of users"):
+        source(write(tmp_path, text), hold_out="users").annotations()
+    text = "image,labels,user\na/1.png,cat,anna\na/2.png,dog,anna\n"
+    with pytest.raises(DataError, match="one user, 'anna'"):
+        source(write(tmp_path, text)).annotations()
+    assert source(tmp_path, hold_out="images").annotations()
+
+
+@given(
+    users=st.lists(st.sampled_from("abcdefg"), min_size=2, max_size=40).filter(
+        lambda users: len(set(users)) > 1
+    ),
+    fraction=st.floats(0.01, 0.99),
+    seed=st.integers(0, 5),
+)
+def test_held_out_users_are_whole_and_near_the_share(
+    users: list[str], fraction: float, seed: int
+) -> None:
+    """The choice depends on who has how many images, not on their order in the table."""
+    train, test = held_out_users(users, fraction, seed)
+    names = [{users[i] for i in rows} for rows in (train, test)]
+    assert not names[0] & names[1]
+    assert all(names)
+    assert sorted([*train, *test]) == list(range(len(users)))
+    largest = max(users.count(name) for name in users)
+    assert abs(len(test) - fraction * len(users)) <= largest
+    again = held_out_users(sorted(users), fraction, seed)[1]
+    assert {sorted(users)[i] for i in again} == names[1]
+
+
+@pytest.mark.parametrize(
+    ("table", "settings", "part"),
+    [
+        ("image,cat\na/1.png,\na/2.png,\n", {"format": "columns"}, "training"),
+        ("image,cat,split\na/1.png,1,train\na/2.png,,test\n", {"format": "columns"}, "test"),
+        ("image,labels,split\na/1.png,cat,train\na/2.png,,test\n", {}, "test"),
+        ("image,labels,split\na/1.png,,train\na/2.png,cat,test\n", {}, "training"),
+    ],
+)
+def test_a_part_without_any_label_is_refused(
+    tmp_path: Path, table: str, settings: dict[str, Any], part: str
+) -> None:
+    """It would train at loss 0, or print metrics of nothing."""
+    with pytest.raises(DataError, match=f"No label of any {part} image is known.*write"):
+        source(write(tmp_path, table), **settings).annotations()
+
+
+def test_more_pairs_than_a_matrix_can_have(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(tables, "MOST_CELLS", 5)
+    with pytest.raises(DataError, match="3 different labels for 4 images"):
+        source(write(tmp_path, JOINED)).annotations()

@@ -5,6 +5,7 @@ from __future__ import annotations
 # torch, scikit-learn and matplotlib take seconds to import. What needs them is imported by the
 # commands themselves, so that --help and mistyped commands answer at once.
 import atexit
+import errno
 import gc
 import importlib
 import logging
@@ -12,23 +13,27 @@ import os
 import shlex
 import signal
 import sys
+import tempfile
 import threading
+import traceback
 from collections.abc import Callable, Iterator, Sequence
-from contextlib import contextmanager
+from contextlib import contextmanager, suppress
+from datetime import UTC, datetime
 from enum import StrEnum
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, Any
 
 import typer
-from rich.console import Console
 from rich.table import Table
 from rich.text import Text
 
 import fedharmony
-from fedharmony.cli_data import data_app, models_app, partition
+from fedharmony.cli_data import data_app, models_app, partition, usable
 from fedharmony.errors import ClientLimitError, ConfigError, FedHarmonyError, Stopped
+from fedharmony.reading import is_folder
 from fedharmony.registry import load_plugins
 from fedharmony.report.progress import Progress
+from fedharmony.terminal import PlainFormatter, console, replace_unknown, say
 
 if TYPE_CHECKING:
     from fedharmony.experiments.compare import Planned
@@ -45,6 +50,9 @@ app = typer.Typer(
     "New here? Run `fedharmony demo`: it needs no data and no network.",
 )
 
+#: The option that shows traces: wherever it stands, :func:`main` takes it out.
+DEBUG = "--debug"
+
 ConfigArgument = Annotated[
     str, typer.Argument(metavar="CONFIG", help="TOML file, or the name of a built-in one (demo).")
 ]
@@ -56,11 +64,14 @@ Overrides = Annotated[
         "TOML files whose settings come on top.",
     ),
 ]
-Out = Annotated[Path | None, typer.Option("--out", "-o", help="Folder for what the run writes.")]
+Out = Annotated[
+    Path | None,
+    typer.Option("--out", "-o", callback=usable, help="Folder for what the run writes."),
+]
 Device = Annotated[
     str | None, typer.Option(help="cpu, cuda, cuda:1, …; by default CUDA where there is one.")
 ]
-Quiet = Annotated[bool, typer.Option("--quiet", "-q", help="Print only the result.")]
+Quiet = Annotated[bool, typer.Option("--quiet", "-q", metavar="", help="Print only the result.")]
 Plugins = Annotated[
     list[Path] | None,
     typer.Option("--plugin", help="Python file that registers a method, data set, … of your own."),
@@ -109,12 +120,39 @@ def _settings(
     return load_settings(config, assignments)
 
 
+class UnexpectedError(Exception):
+    """What nobody foresaw happened while a folder was being written; its cause says what."""
+
+    def __init__(self, folder: Path) -> None:
+        super().__init__(str(folder))
+        self.folder = folder
+
+
+def _is_output_lost(error: Exception) -> bool:
+    """Whether the disk or the device that is written to takes no more."""
+    return isinstance(error, OSError) and error.errno in (errno.ENOSPC, errno.EIO)
+
+
+@contextmanager
+def _crashes_in(folder: Path) -> Iterator[None]:
+    """Where the trace of an unexpected error belongs."""
+    try:
+        yield
+    except (FedHarmonyError, BrokenPipeError, typer.Exit, typer.Abort):
+        raise
+    except Exception as error:
+        if not _is_output_lost(error):
+            raise UnexpectedError(folder) from error
+        raise
+
+
 def _guarded(folder: Path, work: Callable[[], Any]) -> Any:
     """Run ``work``; Ctrl-C and SIGTERM say how to go on."""
     try:
-        return work()
+        with _crashes_in(folder):
+            return work()
     except (KeyboardInterrupt, Stopped) as stop:
-        typer.echo(
+        say(
             f"\nStopped. Every finished round is saved; go on with\n  fedharmony resume "
             f"{shlex.quote(str(folder))}",
             err=True,
@@ -126,10 +164,11 @@ def _guarded(folder: Path, work: Callable[[], Any]) -> Any:
 def _repeatable(folder: Path) -> Iterator[None]:
     """A sequence of runs: Ctrl-C and SIGTERM say that the same command goes on."""
     try:
-        yield
+        with _crashes_in(folder):
+            yield
     except (KeyboardInterrupt, Stopped) as stop:
         command = shlex.join(["fedharmony", *sys.argv[1:]])
-        typer.echo(
+        say(
             f"\nStopped. Finished runs and rounds are kept in {folder}; the same command goes on:\n"
             f"  {command}",
             err=True,
@@ -197,10 +236,10 @@ def _show(folder: Path, quiet: bool) -> None:
 
     report = write_report(folder)
     view = load_comparison(folder) if (folder / "comparison.json").exists() else gather([folder])
-    console = Console()
-    console.print(table_of(view.groups).to_rich(console.width))
+    screen = console()
+    screen.print(table_of(view.groups).to_rich(screen.width))
     if not quiet:
-        console.print(f"Report: {report}", soft_wrap=True)
+        screen.print(f"Report: {report}", soft_wrap=True)
 
 
 @app.command()
@@ -233,7 +272,9 @@ def run(
 
 @app.command()
 def resume(
-    folder: Annotated[Path, typer.Argument(metavar="RUN", help="The folder of the run.")],
+    folder: Annotated[
+        Path, typer.Argument(metavar="RUN", callback=usable, help="The folder of the run.")
+    ],
     device: Annotated[
         str | None, typer.Option(help="Another device than the run's own; same up to rounding.")
     ] = None,
@@ -250,7 +291,7 @@ def resume(
     run_folder = RunFolder(folder)
     run_folder.open()
     if runs.finished(run_folder) is not None and not quiet:
-        typer.echo(f"{folder} is already complete; nothing to do.", err=True)
+        say(f"{folder} is already complete; nothing to do.", err=True)
     with _progress(quiet or not _leads()) as progress:
         _guarded(folder, lambda: runs.resume(run_folder, progress, device))
     if _leads():
@@ -338,10 +379,10 @@ def tune(
             f"{100 * f.score:.1f}",
             "; ".join(f"{name} is at the end of its grid" for name in f.edges),
         )
-    console = Console()
-    console.print(table)
+    screen = console()
+    screen.print(table)
     if not quiet:
-        console.print(f"Settings: {folder / 'tuned.toml'}", soft_wrap=True)
+        screen.print(f"Settings: {folder / 'tuned.toml'}", soft_wrap=True)
 
 
 @app.command()
@@ -423,10 +464,12 @@ def _numbers(text: str) -> list[int]:
 @app.command()
 def report(
     folders: Annotated[
-        list[Path], typer.Argument(metavar="RUN...", help="Run or comparison folders.")
+        list[Path],
+        typer.Argument(metavar="RUN...", callback=usable, help="Run or comparison folders."),
     ],
     out: Annotated[
-        Path | None, typer.Option("--out", "-o", help="Where to write the page.")
+        Path | None,
+        typer.Option("--out", "-o", callback=usable, help="Where to write the page."),
     ] = None,
 ) -> None:
     """Write the HTML report of a run, of a comparison, or of several runs side by side.
@@ -435,7 +478,7 @@ def report(
     """
     from fedharmony.report.page import write_report
 
-    typer.echo(write_report(folders if len(folders) > 1 else folders[0], out))
+    say(write_report(folders if len(folders) > 1 else folders[0], out))
 
 
 @app.command(name="list")
@@ -451,7 +494,7 @@ def list_components(kind: Kind, plugin: Plugins = None) -> None:
     table = Table(box=None, show_header=False, pad_edge=False)
     if kind is Kind.configs:
         for name, path in built_in_configs().items():
-            table.add_row(f"[bold]{name}[/]", str(path))
+            table.add_row(Text(name, "bold"), str(path))
     else:
         registry: Any = {
             Kind.methods: methods,
@@ -462,8 +505,8 @@ def list_components(kind: Kind, plugin: Plugins = None) -> None:
         for name in registry.names():
             presets = getattr(registry[name], "presets", {})
             more = f"  (presets: {', '.join(presets)})" if len(presets) > 1 else ""
-            table.add_row(f"[bold]{name}[/]", registry.summary(name) + more)
-    Console().print(table)
+            table.add_row(Text(name, "bold"), registry.summary(name) + more)
+    console().print(table)
 
 
 app.command()(partition)
@@ -473,7 +516,7 @@ app.add_typer(models_app, name="models")
 
 def _version(show: bool) -> None:
     if show:
-        typer.echo(f"fedharmony {fedharmony.__version__}")
+        say(f"fedharmony {fedharmony.__version__}")
         raise typer.Exit
 
 
@@ -481,7 +524,13 @@ def _version(show: bool) -> None:
 def options(
     version: Annotated[
         bool,
-        typer.Option("--version", callback=_version, is_eager=True, help="Print the version."),
+        typer.Option(
+            "--version", callback=_version, is_eager=True, metavar="", help="Print the version."
+        ),
+    ] = False,
+    debug: Annotated[
+        bool,
+        typer.Option(DEBUG, metavar="", help="Show the trace of an error; works anywhere."),
     ] = False,
 ) -> None:
     """Options of the program itself."""
@@ -493,27 +542,124 @@ def _leave_garbage() -> None:
         gc.freeze()
 
 
+def _trace(error: Exception) -> str:
+    """The whole trace as text; what a wrapped error was caused by comes first."""
+    return "".join(traceback.format_exception(error))
+
+
+def _keep(text: str, folder: Path | None) -> Path | None:
+    """Write a trace into the folder of the run, or else where there is room; None where nowhere."""
+    from fedharmony.files import write_atomically
+
+    name = f"fedharmony-error-{datetime.now(UTC):%Y%m%d-%H%M%S}-{os.getpid()}.txt"
+    places = [folder] if folder is not None and is_folder(folder) else []
+    for place in (*places, Path(tempfile.gettempdir())):
+        try:
+            write_atomically(place / name, text.encode(errors="backslashreplace"))
+        except OSError:
+            continue
+        return place / name
+    return None
+
+
+def _unexpected(error: Exception, debug: bool) -> str:
+    """One paragraph about an error that nobody foresaw."""
+    folder = error.folder if isinstance(error, UnexpectedError) else None
+    cause = error.__cause__ if isinstance(error, UnexpectedError) and error.__cause__ else error
+    what = " ".join(str(cause).split())[:500]
+    if isinstance(cause, MemoryError):
+        what = f"The memory does not suffice. {what}".strip()
+    text = f"{type(cause).__name__}: {what or 'no reason given'}"
+    text += "" if text.endswith(".") else "."
+    kept = None if debug else _keep(_trace(error), folder)
+    place = f" The trace is in {kept}; please report it." if kept else ""
+    hint = "" if debug else " With --debug the trace is shown here."
+    return f"Something unexpected happened, which is a fault of this program: {text}{place}{hint}"
+
+
+def _complain(text: str) -> None:
+    """Print an error; where even that cannot be written, nothing is left to be done."""
+    if sys.stderr is None:  # closed before the program began
+        return
+    paragraph = Text.assemble(("Error:", "bold red"), f" {text}")
+    with suppress(OSError):
+        console(stderr=True).print(paragraph, soft_wrap=not sys.stderr.isatty())
+
+
+def _flushed(code: int) -> int:
+    """Write out what is left; the exit code.
+
+    At the very end, where Python would try, nobody could say that it failed.
+    """
+    if sys.stdout is None:  # closed before the program began
+        return code
+    try:
+        sys.stdout.flush()
+    except OSError as error:
+        # What is still in the stream must not be tried again.
+        os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
+        return code or _last_resort(error, debug=False)
+    return code
+
+
 def main() -> None:
-    """Entry point: user errors are one paragraph and exit code 2, never a traceback."""
+    """Entry point: an error is one paragraph and an exit code, never a traceback.
+
+    Exit codes: 2 for what the user can mend, 1 for clients that failed and for output that nobody
+    takes, 70 for what nobody foresaw.
+    """
     # Read when torch is first imported: idle threads soon sleep instead of spinning for long, which
     # would starve our own work on a machine that is also busy otherwise.
     os.environ.setdefault("GOMP_SPINCOUNT", "2000")
     atexit.register(_leave_garbage)
+    replace_unknown(sys.stdout, sys.stderr)
     # What the data layer has to say (sizes before it writes, images it leaves out).
     logger = logging.getLogger("fedharmony")
     logger.setLevel(logging.INFO)
     if not logger.handlers:
-        logger.addHandler(logging.StreamHandler())
+        handler = logging.StreamHandler()
+        handler.setFormatter(PlainFormatter())
+        logger.addHandler(handler)
+    debug = DEBUG in sys.argv[1:]
     try:
         with _ended_by_sigterm():
-            app()
+            code = app([word for word in sys.argv[1:] if word != DEBUG], standalone_mode=False)
     except Stopped as stop:
-        typer.echo(f"\nThe program was {stop}.", err=True)
-        raise SystemExit(stop.code) from None
+        say(f"\nThe program was {stop}.", err=True)
+        code = stop.code
     except FedHarmonyError as error:
-        paragraph = Text.assemble(("Error:", "bold red"), f" {error}")
-        Console(stderr=True).print(paragraph, soft_wrap=not sys.stderr.isatty())
-        raise SystemExit(1 if isinstance(error, ClientLimitError) else 2) from None
+        if debug:
+            say(_trace(error), err=True)
+        _complain(str(error))
+        code = 1 if isinstance(error, ClientLimitError) else 2
+    except (typer.Abort, KeyboardInterrupt):
+        say("Stopped.", err=True)
+        code = 130
+    except Exception as error:
+        code = _last_resort(error, debug)
+    raise SystemExit(_flushed(code or 0))
+
+
+def _last_resort(error: Any, debug: bool) -> int:
+    """Say what happened; the exit code."""
+    # Typer has these errors from click, or from a copy of its own, under a name that changes.
+    if type(error).__name__ == "NoArgsIsHelpError":
+        error.show()
+        return int(error.exit_code)
+    if hasattr(error, "format_message") and hasattr(error, "exit_code"):
+        context = getattr(error, "ctx", None)
+        advice = "" if context is None else f" Try '{context.command_path} --help'."
+        _complain(error.format_message() + advice)
+        return int(error.exit_code)
+    if isinstance(error, BrokenPipeError):  # whoever read the output has gone
+        return 1
+    if _is_output_lost(error):
+        _complain(f"The output cannot be written: {error.strerror}.")
+        return 1
+    if debug:
+        say(_trace(error), err=True)
+    _complain(_unexpected(error, debug))
+    return 70
 
 
 if __name__ == "__main__":

@@ -9,13 +9,14 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, Any
 
 import typer
-from rich.console import Console
 from rich.progress import BarColumn, MofNCompleteColumn, TextColumn, TimeRemainingColumn
 from rich.progress import Progress as Bar
 from rich.table import Table
 
-from fedharmony.errors import CheckpointError, ConfigError, DataError
+from fedharmony.errors import CheckpointError, ConfigError, DataError, shown
+from fedharmony.reading import fault_of
 from fedharmony.registry import load_plugins
+from fedharmony.terminal import console, say
 
 if TYPE_CHECKING:
     from fedharmony.data.annotations import FileSource
@@ -35,6 +36,14 @@ Changes = Annotated[
     list[str] | None,
     typer.Argument(metavar="[KEY=VALUE]...", help="Settings of the loader, e.g. `year=2012`."),
 ]
+
+
+def usable(given: Any) -> Any:
+    """Refuse names that no file can have before anything is done."""
+    for path in given if isinstance(given, list) else [given]:
+        if path is not None and (fault := fault_of(path)):
+            raise ConfigError(f"{shown(str(path))} cannot be the name of a file: {fault}.")
+    return given
 
 
 def source(name: str, path: Path, changes: Sequence[str] | None) -> FileSource:
@@ -61,10 +70,10 @@ def source(name: str, path: Path, changes: Sequence[str] | None) -> FileSource:
 @contextmanager
 def decoding(quiet: bool) -> Iterator[Callable[[int, int], None]]:
     """A progress bar on a terminal; nothing is drawn while nothing is decoded."""
-    console = Console(stderr=True)
+    screen = console(stderr=True)
     columns = (TextColumn("decoding"), BarColumn(), MofNCompleteColumn(), TimeRemainingColumn())
-    hidden = quiet or not console.is_terminal
-    with Bar(*columns, console=console, transient=True, disable=hidden) as bar:
+    hidden = quiet or not screen.is_terminal
+    with Bar(*columns, console=screen, transient=True, disable=hidden) as bar:
         task = bar.add_task("decoding", total=None, visible=False)
 
         def show(done: int, total: int) -> None:
@@ -90,9 +99,9 @@ def check(name: Name, path: Place, changes: Changes = None) -> None:
     for line in found.lines:
         mark, style = ("", None) if line.ok else ("differs", "bold red")
         table.add_row(line.what, f"{line.expected:,}", f"{line.found:,}", mark, style=style)
-    console = Console(highlight=False)
-    console.print(table)
-    console.print(found.advice, soft_wrap=True)
+    screen = console(highlight=False)
+    screen.print(table)
+    screen.print(found.advice, soft_wrap=True)
     if not found.ok:
         raise typer.Exit(1)
 
@@ -102,7 +111,9 @@ def prepare(
     name: Name,
     path: Place,
     changes: Changes = None,
-    quiet: Annotated[bool, typer.Option("--quiet", "-q", help="No progress bar.")] = False,
+    quiet: Annotated[
+        bool, typer.Option("--quiet", "-q", metavar="", help="No progress bar.")
+    ] = False,
 ) -> None:
     """Decode and resize all images once, into the cache that runs read.
 
@@ -118,15 +129,15 @@ def prepare(
     content = loader.annotations()
     _, train, test = content
     size = in_bytes(Resize(side).nbytes(len(train) + len(test)))
-    console = Console(highlight=False)
-    console.print(
+    screen = console(highlight=False)
+    screen.print(
         f"{len(train):,} training and {len(test):,} test images at {side} × {side} pixels: {size}"
     )
     with decoding(quiet) as progress:
         data = loader.load(progress, content)
     lost = len(train) + len(test) - len(data.train) - len(data.test)
     left = f", {lost:,} unreadable ones left out" if lost else ""
-    console.print(f"Ready: {len(data.train):,} training and {len(data.test):,} test images{left}.")
+    screen.print(f"Ready: {len(data.train):,} training and {len(data.test):,} test images{left}.")
 
 
 def partition(
@@ -135,7 +146,10 @@ def partition(
         list[str] | None, typer.Argument(metavar="[KEY=VALUE | CONFIG]...")
     ] = None,
     out: Annotated[
-        Path | None, typer.Option("--out", "-o", help="Folder for table, picture and partition.")
+        Path | None,
+        typer.Option(
+            "--out", "-o", callback=usable, help="Folder for table, picture and partition."
+        ),
     ] = None,
     plugin: Annotated[
         list[Path] | None,
@@ -167,10 +181,10 @@ def partition(
     folder.write_json("split_report.json", found.report.as_dict())
     picture = split_picture(found.labels, found.partition, found.classes)
     write_file(folder["split.svg"], picture.encode())
-    console = Console(highlight=False)
-    console.print(split_table(found.report, found.partition))
-    console.print(f"SHA-256: {found.report.sha256}", soft_wrap=True)
-    console.print(f"Written: {folder.path}", soft_wrap=True)
+    screen = console(highlight=False)
+    screen.print(split_table(found.report, found.partition))
+    screen.print(f"SHA-256: {found.report.sha256}", soft_wrap=True)
+    screen.print(f"Written: {folder.path}", soft_wrap=True)
 
 
 def split_table(report: SplitReport, partition: Partition) -> Table:
@@ -219,4 +233,4 @@ def fetch(
     """
     from fedharmony.models.hub import fetch as bring
 
-    typer.echo(bring(name))
+    say(bring(name))

@@ -4,12 +4,17 @@ Each component keeps its settings in a frozen dataclass beside its code. :func:`
 mapping into such a dataclass: an unknown key, a wrong type or an illegal value is a
 :class:`~fedharmony.errors.ConfigError` that names the key, what is wrong with it and the nearest
 valid key. Types are checked strictly (``rounds = "5"`` is an error, ``lr = 1`` is fine).
+
+What no setting can mean is refused here for all of them, those of plug-ins too: numbers that are
+not finite, whole numbers beyond 2⁵³, text that is not Unicode, and sections nested without end.
 """
 
 from __future__ import annotations
 
 import dataclasses
 import functools
+import math
+import os
 import tomllib
 from collections.abc import Iterable, Mapping
 from pathlib import Path
@@ -18,25 +23,54 @@ from typing import Annotated, Any, TypeAlias, TypeVar, get_type_hints
 import tomli_w
 from pydantic import AfterValidator, TypeAdapter, ValidationError
 
-from fedharmony.errors import ConfigError, nearest
+from fedharmony.errors import ConfigError, nearest, shown
+from fedharmony.reading import is_there, read_regular, user_path
 
 T = TypeVar("T")
 Tree = dict[str, Any]
 
+#: Bytes of a settings file, and how deep its sections and lists may be nested.
+FILE_LIMIT, DEPTH = 16 << 20, 8
+#: The largest whole number that every program reads from JSON as it was written.
+LARGEST = 2**53
+
 
 def read_toml(path: str | Path) -> Tree:
-    """Read a TOML file, with errors a user can act on."""
+    """Read a TOML file, with errors a user can act on; a byte-order mark is passed over."""
     path = Path(path)
     try:
-        text = path.read_text(encoding="utf-8")
+        text = read_regular(path, FILE_LIMIT).decode("utf-8-sig")
     except FileNotFoundError:
         raise ConfigError(f"Config file {path} does not exist. Check the path.") from None
-    except (OSError, UnicodeDecodeError) as error:
-        raise ConfigError(f"Config file {path} cannot be read: {error}.") from error
+    except OSError as error:
+        raise ConfigError(f"Config file {path} cannot be read: {error.strerror}.") from error
+    except UnicodeDecodeError as error:
+        raise ConfigError(
+            f"Config file {path} is not UTF-8 text (byte {error.start}). Save it as UTF-8."
+        ) from None
     try:
-        return tomllib.loads(text)
-    except tomllib.TOMLDecodeError as error:
+        return _loads(text)
+    except ValueError as error:
         raise ConfigError(f"Config file {path} is not valid TOML: {error}.") from error
+
+
+def _loads(text: str) -> Tree:
+    """Parse TOML; whatever is wrong with it is a ValueError."""
+    try:
+        tree = tomllib.loads(text)
+    except RecursionError:
+        raise ValueError("its lists or tables are nested too deeply") from None
+    if _deeper(tree, DEPTH):
+        raise ValueError(f"its lists or tables are nested more than {DEPTH} deep")
+    return tree
+
+
+def _deeper(value: Any, depth: int) -> bool:
+    """Whether lists and tables are nested more than ``depth`` deep."""
+    if not isinstance(value, dict | list):
+        return False
+    inner = value.values() if isinstance(value, dict) else value
+    return depth == 0 or any(_deeper(part, depth - 1) for part in inner)
 
 
 def parse_override(text: str) -> tuple[list[str], Any]:
@@ -51,18 +85,22 @@ def parse_override(text: str) -> tuple[list[str], Any]:
     path = [part.strip() for part in key.split(".")]
     if not equals or not all(path):
         raise ConfigError(
-            f"Override {text!r} is not of the form section.key=value, for instance train.lr=0.001."
+            f"Override {shown(text)} is not of the form section.key=value, for instance "
+            "train.lr=0.001."
         )
+    if len(path) > DEPTH:
+        raise ConfigError(f"Override {shown(text)} names a section more than {DEPTH} deep.")
     try:
-        return path, tomllib.loads(f"value = {value.strip()}")["value"]
-    except tomllib.TOMLDecodeError:
+        read = _loads(f"value = {value.strip()}")
+    except ValueError:
         return path, value.strip()
+    return path, read["value"] if len(read) == 1 else value.strip()
 
 
 def _absolute(path: str) -> str:
     """The same file from any folder; what is no file here (a model's name) stays as it is."""
-    found = Path(path).expanduser()
-    return str(found.resolve()) if path and found.exists() else path
+    found = user_path(path)
+    return os.path.realpath(found) if path and is_there(found) else path
 
 
 #: A setting that names a file or folder: a run can be resumed, and repeated, from any folder.
@@ -82,7 +120,7 @@ def override(tree: Mapping[str, Any], assignments: Iterable[str]) -> Tree:
         for part in path[:-1]:
             node = node.setdefault(part, {})
             if not isinstance(node, dict):
-                raise ConfigError(f"Override {text!r}: {part!r} is a value, not a section.")
+                raise ConfigError(f"Override {shown(text)}: {part!r} is a value, not a section.")
         if value == "":
             node.pop(path[-1], None)
         else:
@@ -141,18 +179,49 @@ def build(cls: type[T], values: Mapping[str, Any], where: str) -> T:
         if isinstance(value, list):  # TOML has lists, settings have tuples
             value = tuple(value)
         try:
-            checked[key] = adapters[key].validate_python(value, strict=True)
+            reasons = _senseless(value)
+            if not reasons:
+                checked[key] = adapters[key].validate_python(value, strict=True)
         except ValidationError as error:
-            reasons = "; ".join(dict.fromkeys(e["msg"] for e in error.errors()))
-            raise ConfigError(
-                f"Setting {where}.{key} = {value!r} is not allowed: {reasons}."
-            ) from None
+            reasons = "; ".join(dict.fromkeys(_reason(e["msg"]) for e in error.errors()))
+        if reasons:
+            raise ConfigError(f"Setting {where}.{key} = {shown(value)} is not allowed: {reasons}.")
     try:
         return cls(**checked)
     except ConfigError as error:
         raise ConfigError(f"Section {where}: {error}") from None
     except TypeError as error:
         raise ConfigError(f"Section {where} is incomplete: {error}.") from None
+
+
+def _reason(message: str) -> str:
+    return message.removeprefix("Value error, ")
+
+
+def _senseless(value: Any) -> str:
+    """Why no setting can have this value, whatever its type says; empty where one can."""
+    if isinstance(value, float) and not math.isfinite(value):
+        return "a number must be finite"
+    if isinstance(value, int) and abs(value) > LARGEST:
+        return f"a whole number must be at most {LARGEST:,}"
+    if isinstance(value, str) and not _is_text(value):
+        return "it holds bytes that are not UTF-8, or a null character"
+    if isinstance(value, list | tuple):
+        return next(filter(None, map(_senseless, value)), "")
+    return ""
+
+
+def _is_text(value: str) -> bool:
+    try:
+        value.encode()
+    except UnicodeEncodeError:  # bytes of the command line that are not UTF-8
+        return False
+    return "\0" not in value
+
+
+def machine_memory() -> int:
+    """The bytes of memory that this machine has, for limits that depend on it."""
+    return os.sysconf("SC_PAGE_SIZE") * os.sysconf("SC_PHYS_PAGES")
 
 
 def tree_of(settings: Any) -> Tree:

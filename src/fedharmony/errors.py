@@ -1,13 +1,18 @@
 """Errors a user can act on.
 
 Every :class:`FedHarmonyError` carries one paragraph: what is wrong, where, and what to do next.
-The command line prints that paragraph and exits with code 2; a traceback always means a bug.
+The command line prints that paragraph and exits with code 2; anything else is a bug, of which it
+keeps the trace.
 """
 
 from __future__ import annotations
 
 import difflib
 from collections.abc import Iterable
+from typing import Any
+
+#: Characters of a value that a message repeats.
+SHOWN = 120
 
 
 class FedHarmonyError(Exception):
@@ -61,3 +66,16 @@ def nearest(word: str, choices: Iterable[str]) -> str:
     close = difflib.get_close_matches(word, known, n=1, cutoff=0.5)
     hint = f"Did you mean {close[0]!r}? " if close else ""
     return f"{hint}Valid: {', '.join(known) or '(none)'}."
+
+
+def shown(value: Any) -> str:
+    """A value for messages, cut where it is long.
+
+    >>> shown("a" * 500)[-8:], shown(10**5000)
+    ('aaaaa...', 'a number of more than 4,300 digits')
+    """
+    try:
+        text = repr(value)
+    except ValueError:  # Python prints no number of more digits
+        return "a number of more than 4,300 digits"
+    return text if len(text) <= SHOWN else f"{text[:SHOWN]}..."

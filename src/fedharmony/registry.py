@@ -25,6 +25,7 @@ from pathlib import Path
 from typing import Any, Generic, TypeVar
 
 from fedharmony.errors import ConfigError, nearest
+from fedharmony.reading import is_file, user_path
 
 T = TypeVar("T", bound=type[Any])
 
@@ -89,11 +90,11 @@ class Registry(Generic[T]):
 def load_plugins(files: Iterable[str | Path]) -> None:
     """Import Python files that register components; each file is imported once."""
     for file in files:
-        path = Path(file).expanduser().resolve()
+        path = Path(os.path.realpath(user_path(file)))
         name = "fedharmony_plugin_" + "".join(c if c.isalnum() else "_" for c in str(path))
         if name in sys.modules:
             continue
-        if not path.is_file():
+        if not is_file(path):
             raise ConfigError(f"Plugin file {path} does not exist. Check the path you passed.")
         spec = importlib.util.spec_from_file_location(name, path)
         if spec is None or spec.loader is None:

@@ -14,7 +14,7 @@ from dataclasses import dataclass
 
 import numpy as np
 import numpy.typing as npt
-from annotated_types import Ge
+from annotated_types import Ge, Le
 
 from fedharmony.config import FilePath
 from fedharmony.data.base import DataSet, LabelledImages, Source, cache_folder
@@ -120,7 +120,7 @@ class FileSource(Source):
         """
 
         path: FilePath = ""
-        image_size: typing.Annotated[int, Ge(1)] = 224
+        image_size: typing.Annotated[int, Ge(1), Le(4096)] = 224
         resize: ResizeMode = "stretch"
         unreadable: Unreadable = "error"
 

@@ -207,6 +207,12 @@ class DataSet:
                     f"Data set {self.name!r} names {count} classes, but its {part} have {columns}. "
                     "Correct the loader."
                 )
+        for part, data in (("training", self.train), ("test", self.test)):
+            if data.known is not None and not data.known.any():
+                raise DataError(
+                    f"Data set {self.name!r}: no label of any {part} image is known, so nothing "
+                    "can be learned or measured. Complete the labels."
+                )
         if self.train.images.shape != self.test.images.shape:
             raise DataError(
                 f"Data set {self.name!r} has training images of shape {self.train.images.shape} "

@@ -61,6 +61,10 @@ PATIENCE = 20
 NAMED = 5
 ADVICE = 'Fetch or unpack the data again, or set unreadable = "skip" to leave such images out.'
 
+#: Formats of images, for Pillow. Others are not opened at all: for some of them Pillow starts
+#: programs (PostScript: Ghostscript), and no data set uses them.
+FORMATS = ("JPEG", "PNG", "WEBP", "BMP", "TIFF", "GIF", "PPM")
+
 #: The tag of EXIF data that says how the camera was held, and what undoes each of its values.
 ORIENTATION = 0x0112
 UPRIGHT = {
@@ -442,7 +446,7 @@ def decode(data: bytes, resize: Resize) -> Pixels:
     >>> decode(file.getvalue(), Resize(2, "pad"))[0].tolist()
     [[7, 7], [0, 0]]
     """
-    with Image.open(io.BytesIO(data)) as image:
+    with Image.open(io.BytesIO(data), formats=FORMATS) as image:
         turn = UPRIGHT.get(_orientation(image))
         whole = _rgb(image)
         if turn is not None:

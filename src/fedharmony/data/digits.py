@@ -89,11 +89,11 @@ class Digits(Source):
             occlusion: Probability that a two-pixel strip of a digit is hidden.
         """
 
-        train: Annotated[int, Ge(1)] = 3000
-        test: Annotated[int, Ge(1)] = 1000
+        train: Annotated[int, Ge(1), Le(1_000_000)] = 3000
+        test: Annotated[int, Ge(1), Le(1_000_000)] = 1000
         seed: Annotated[int, Ge(0)] = 0
         theme_strength: Annotated[float, Ge(0), Le(1)] = 0.8
-        imbalance: Annotated[float, Ge(1)] = 3.0
+        imbalance: Annotated[float, Ge(1), Le(1e6)] = 3.0
         jitter: Annotated[float, Ge(0), Le(1)] = 0.05
         contrast: Annotated[float, Gt(0), Le(1)] = 0.5
         noise: Annotated[float, Ge(0), Le(1)] = 0.06

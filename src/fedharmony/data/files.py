@@ -9,6 +9,10 @@ itself: nothing stays open, and any number of threads may read. Random reads in 
 have to start at its beginning every time; it is therefore unpacked once, in one pass, to a ``.tar``
 in the cache folder.
 
+What is read is bounded: files are regular ones (a pipe or device is refused), an image has at most
+:data:`IMAGE_LIMIT` bytes, and unpacking stops at the size that an archive declares, which may not
+be out of proportion to the packed one.
+
 The last part of the module is for whoever keeps derived files: :func:`building` and
 :func:`new_file` make them whole or not at all.
 """
@@ -34,6 +38,7 @@ from typing import BinaryIO, NamedTuple, Protocol
 
 from fedharmony.data.base import cache_folder
 from fedharmony.errors import DataError
+from fedharmony.reading import FILE_LIMIT, is_file, is_folder, is_there, read_regular, user_path
 
 try:
     import fcntl
@@ -46,6 +51,12 @@ logger = logging.getLogger(__name__)
 ARCHIVES = (".tar", ".tar.gz", ".tgz", ".zip")
 #: Folders that the publishers' archives, or habit, put around a data set.
 WRAPPERS = ("VOCdevkit", "coco", "flair")
+
+#: Bytes of an encoded image.
+IMAGE_LIMIT = 256 << 20
+#: What is packed may become so many times larger, or at least reach this size. Annotations shrink
+#: to a tenth; a file made to fill the memory or the disk shrinks to a thousandth.
+UNPACKED_RATIO, UNPACKED_LEAST = 100, 64 << 20
 
 COPY = 1 << 20  # bytes copied at a time
 BLOCK = 512  # a tar archive is a sequence of such blocks
@@ -98,8 +109,8 @@ class Store(Protocol):
         """A file of this place, for messages."""
         ...
 
-    def read(self, name: str) -> bytes:
-        """The content of a file that is there."""
+    def read(self, name: str, limit: int) -> bytes:
+        """The content of a file that is there, and has at most ``limit`` bytes."""
         ...
 
 
@@ -135,10 +146,10 @@ class Folder:
         """See :meth:`Store.locate`."""
         return str(self.root / name)
 
-    def read(self, name: str) -> bytes:
+    def read(self, name: str, limit: int) -> bytes:
         """See :meth:`Store.read`."""
         try:
-            return (self.root / name).read_bytes()
+            return read_regular(self.root / name, limit)
         except OSError as error:
             raise DataError(f"{self.root / name} cannot be read: {error.strerror}.") from error
 
@@ -190,14 +201,14 @@ class Archive:
         """See :meth:`Store.locate`."""
         return f"{self.path}:{name}"
 
-    def read(self, name: str) -> bytes:
+    def read(self, name: str, limit: int) -> bytes:
         """See :meth:`Store.read`; a zip's checksums are verified."""
         member = self._members.get(name)
         if member is None:
             raise DataError(f"{self.locate(name)} cannot be read: it is a folder.")
         try:
             with self._source.open("rb") as file:
-                return _read_member(file, member)
+                return _read_member(file, member, limit)
         except (OSError, ValueError, zlib.error, struct.error) as error:
             raise DataError(f"{self.locate(name)} cannot be read: {error}.") from error
 
@@ -296,12 +307,12 @@ class Tree:
                 return sorted(found)
         return []
 
-    def read(self, name: str) -> bytes:
+    def read(self, name: str, limit: int = FILE_LIMIT) -> bytes:
         """The content of a file; :class:`DataError` naming it when that fails."""
         found = self.find(name)
         if found is None:
             raise DataError(f"{self.locate(name)} cannot be read: there is no such file.")
-        return found[0].read(_checked(name))
+        return found[0].read(_checked(name), limit)
 
     def locate(self, name: str) -> str:
         """A file for messages: its path, or ``archive:member``, whether it is there or not."""
@@ -338,7 +349,7 @@ class TreeImages:
 
     def read(self, i: int) -> bytes:
         """See :meth:`ImageFiles.read`."""
-        return self._tree.read(self._names[i])
+        return self._tree.read(self._names[i], IMAGE_LIMIT)
 
     def fingerprint(self) -> str:
         """SHA-256 of names and stamps; the folder around them is left out, so data may move."""
@@ -378,16 +389,22 @@ def open_tree(path: Path | str, drop: Sequence[str] = WRAPPERS) -> Tree:
     ...     tree.list(), tree.list("VOC2012"), tree.read("VOC2012/note.txt")
     (['VOC2012'], ['note.txt'], b'hello')
     """
-    path = Path(path).expanduser()
-    if path.is_dir():
-        wrapped = [inner for name in drop if (inner := path / name).is_dir()]
-        packed = [Archive(file, drop) for file in sorted(path.iterdir()) if _is_archive(file)]
+    path = user_path(path)
+    if is_folder(path):
+        wrapped = [inner for name in drop if is_folder(inner := path / name)]
+        try:
+            inside = sorted(path.iterdir())
+        except OSError as error:
+            raise DataError(
+                f"The folder {path} cannot be read: {error.strerror}. Check its permissions."
+            ) from error
+        packed = [Archive(file, drop) for file in inside if _is_archive(file)]
         packed.sort(key=lambda archive: archive.slow)
         hidden = [*drop, *(archive.path.name for archive in packed)]
         return Tree([*map(Folder, (path, *wrapped)), *packed], hidden)
     if _is_archive(path):
         return Tree([Archive(path, drop)])
-    if path.exists():
+    if is_there(path):
         raise DataError(
             f"{path} is neither a folder nor an archive ({', '.join(ARCHIVES)}). Name what holds "
             "the data."
@@ -396,7 +413,7 @@ def open_tree(path: Path | str, drop: Sequence[str] = WRAPPERS) -> Tree:
 
 
 def _is_archive(path: Path) -> bool:
-    return path.name.lower().endswith(ARCHIVES) and path.is_file()
+    return path.name.lower().endswith(ARCHIVES) and is_file(path)
 
 
 def _checked(name: str) -> str:
@@ -444,7 +461,11 @@ def _zip_members(path: Path) -> list[tuple[str, Member]]:
         ]
 
 
-def _read_member(file: BinaryIO, member: Member) -> bytes:
+def _read_member(file: BinaryIO, member: Member, limit: int) -> bytes:
+    limit = min(limit, _most_unpacked(member.packed))
+    if max(member.size, member.packed) > limit:
+        size = max(member.size, member.packed)
+        raise ValueError(f"it would have {size:,} bytes, more than the {limit:,} that are read")
     file.seek(member.offset)
     if member.crc is not None:
         mark, name, extra = ZIP_HEADER.unpack(file.read(ZIP_HEADER.size))
@@ -453,14 +474,26 @@ def _read_member(file: BinaryIO, member: Member) -> bytes:
         file.seek(name + extra, os.SEEK_CUR)
     data = file.read(member.packed)
     if member.method == zipfile.ZIP_DEFLATED:
-        data = zlib.decompress(data, -zlib.MAX_WBITS)
+        # One byte more than declared is enough to know that the declaration is wrong.
+        data = zlib.decompressobj(-zlib.MAX_WBITS).decompress(data, member.size + 1)
     elif member.method != zipfile.ZIP_STORED:
         raise ValueError("it is encrypted or packed in a way that is not supported")
-    if len(data) != member.size:
+    if len(data) > member.size:
+        raise ValueError("it is larger than the archive declares")
+    if len(data) < member.size:
         raise ValueError("the archive is cut short")
     if member.crc is not None and zlib.crc32(data) != member.crc:
         raise ValueError("its checksum is wrong")
     return data
+
+
+def _most_unpacked(packed: int) -> int:
+    """How large something packed may become.
+
+    >>> _most_unpacked(1000), _most_unpacked(10**9)
+    (67108864, 100000000000)
+    """
+    return max(UNPACKED_LEAST, UNPACKED_RATIO * packed)
 
 
 def _gzip_trailer(path: Path) -> bytes:
@@ -494,6 +527,7 @@ def _unpacked_size(path: Path) -> int:
 
 
 def _gunzip(path: Path, out: BinaryIO) -> None:
+    left = _most_unpacked(path.stat().st_size)
     with gzip.open(path) as packed:
         while True:
             try:
@@ -505,6 +539,12 @@ def _gunzip(path: Path, out: BinaryIO) -> None:
                 ) from error
             if not data:
                 return
+            left -= len(data)
+            if left < 0:
+                raise DataError(
+                    f"Archive {path} unpacks to more than {UNPACKED_RATIO} times its size, which "
+                    "no data set does. Fetch it again, or unpack it yourself and name the folder."
+                )
             out.write(data)
 
 

@@ -23,7 +23,7 @@ from __future__ import annotations
 
 import functools
 import hashlib
-import json
+import math
 import threading
 from array import array
 from bisect import bisect_right
@@ -38,9 +38,10 @@ import numpy.typing as npt
 
 from fedharmony.data.annotations import Annotated, FileSource
 from fedharmony.data.base import datasets
-from fedharmony.data.files import ImageFiles, Tree
+from fedharmony.data.files import IMAGE_LIMIT, ImageFiles, Tree
 from fedharmony.data.table import RowError, open_parquet, optional_module
 from fedharmony.errors import DataError, nearest
+from fedharmony.reading import is_file, is_folder, parse_json, user_path
 from fedharmony.types import Index, Labels
 
 Level: TypeAlias = Literal["coarse", "fine"]
@@ -169,12 +170,12 @@ class Flair(FileSource):
 
     @functools.cached_property
     def _records(self) -> Records:
-        level, path = self.config.labels, Path(self.config.path).expanduser()
-        if path.is_file() and path.suffix in HDF5:
+        level, path = self.config.labels, user_path(self.config.path)
+        if is_file(path) and path.suffix in HDF5:
             return read_hdf5(path, level)
         tree = self.tree()
         # Asking the tree first would open every archive in the folder.
-        if path.is_dir() and not (path / METADATA).is_file():
+        if is_folder(path) and not is_file(path / METADATA):
             if files := sorted([*path.glob("*.parquet"), *path.glob("data/*.parquet")]):
                 return read_parquet(files, level)
             if len(files := [file for file in path.iterdir() if file.suffix in HDF5]) == 1:
@@ -313,7 +314,7 @@ def read_json(tree: Tree, level: Level) -> Records:
     """``labels_and_metadata.json`` and the folder ``small_images``."""
     where = tree.locate(METADATA)
     try:
-        content = json.loads(tree.read(METADATA))
+        content = parse_json(tree.read(METADATA))
     except ValueError as error:  # also what is not text at all
         raise DataError(
             f"{where} is not valid JSON: {error}. It is damaged or was not copied to its end; get "
@@ -414,7 +415,7 @@ def _hdf5_names(file: Any, level: Level) -> NamesOf:
     if mapping not in file:
         return joined
     try:
-        codes = json.loads(file[mapping][()])
+        codes = parse_json(file[mapping][()])
         classes = sorted(codes, key=codes.__getitem__)
         numbered = [codes[name] for name in classes] == list(range(len(classes)))
     except (ValueError, TypeError):
@@ -435,6 +436,8 @@ def _hdf5_images(
     def read(name: str) -> npt.NDArray[Any]:
         # There are 100,000 arrays and more, most of a few bytes: h5py's convenience costs the most.
         dataset = h5py.h5d.open(partition.id, f"{user}/{name}".encode())
+        if (size := math.prod(dataset.shape) * dataset.dtype.itemsize) > IMAGE_LIMIT:
+            raise ValueError(f"{name} would have {size:,} bytes")  # declared, not there
         values = np.empty(dataset.shape, dataset.dtype)
         dataset.read(h5py.h5s.ALL, h5py.h5s.ALL, values)
         return values
@@ -477,7 +480,10 @@ class Hdf5Images:
         """See :meth:`ImageFiles.read`."""
         group, row = self._places[i]
         try:
-            return as_ppm(self._file[f"{group}/images"][row])
+            images = self._file[f"{group}/images"]
+            if (size := math.prod(images.shape[1:])) > IMAGE_LIMIT:
+                raise ValueError(f"it would have {size:,} bytes")
+            return as_ppm(images[row])
         except (OSError, KeyError, ValueError, IndexError) as error:
             raise DataError(f"{self.name(i)} cannot be read: {error}.") from error
 

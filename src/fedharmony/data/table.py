@@ -14,9 +14,9 @@ has a column of zeros and ones. An empty cell means unknown: such labels count n
 nor in a metric. In Parquet, missing values are empty cells, and lists of names are joined names.
 
 A column ``user`` (or ``client``) gives the natural clients, a column ``split`` the test images. The
-test images may also stand in a table of their own; else some are held out at random. A column that
-has no known meaning is refused, because it may be a misspelt one; ``ignore`` names those to pass
-over.
+test images may also stand in a table of their own; else some are held out at random: whole users
+where there are users, so that nobody is both trained on and tested on. A column that has no known
+meaning is refused, because it may be a misspelt one; ``ignore`` names those to pass over.
 """
 
 from __future__ import annotations
@@ -52,6 +52,9 @@ SPLIT_COLUMNS = ("split", "partition")
 #: training nor test images are left out.
 SPLITS = {"train": "train", "val": "val", "dev": "val", "test": "test"}
 
+#: Pairs of image and label that a table may have: so many bytes its label matrix takes.
+MOST_CELLS = 2 << 30
+
 UNKNOWN = 2
 #: What a cell of a label column means. Spreadsheets and data frames write numbers and truth values
 #: in several ways.
@@ -86,6 +89,8 @@ class Table(FileSource):
             test_split: The word for test images there.
             test_fraction: The share of images held out for testing where neither a split column nor
                 a second table says which.
+            hold_out: What is held out then: "users" with all their images, until the share is
+                reached, or single "images". Empty for users where the table has them.
             seed: Seed of that choice.
         """
 
@@ -101,6 +106,7 @@ class Table(FileSource):
         train_split: str = "train"
         test_split: str = "test"
         test_fraction: Limited[float, Gt(0), Lt(1)] = 0.2
+        hold_out: Literal["", "users", "images"] = ""
         seed: Limited[int, Ge(0)] = 0
 
         def __post_init__(self) -> None:
@@ -137,7 +143,18 @@ class Table(FileSource):
             test = second[0].part(tree, np.arange(len(second[0].images)), values[count:])
         else:
             train, test = (main.part(tree, rows, values[rows]) for rows in self._divide(main))
+        for word, part in (("training", train), ("test", test)):
+            if part.known is not None and not part.known.any():
+                raise DataError(
+                    f"No label of any {word} image is known in {tree.where}: every cell is empty. "
+                    f"{self._none_of_them()}"
+                )
         return classes, train, test
+
+    def _none_of_them(self) -> str:
+        """How to say that an image has none of the labels."""
+        sign = repr(SEPARATOR) if self.config.format == "joined" else "0"
+        return f"If the images have none of the labels, write {sign} instead."
 
     def obtain(self) -> str:
         """What to prepare, and where it goes."""
@@ -281,7 +298,15 @@ class Table(FileSource):
     def _divide(self, listing: Listing) -> tuple[Index, Index]:
         """The rows of training and of test images in a single table."""
         if listing.splits is None:
-            return held_out(listing.images, self.config.test_fraction, self.config.seed)
+            fraction, seed = self.config.test_fraction, self.config.seed
+            if listing.users is None and self.config.hold_out == "users":
+                raise DataError(
+                    f'{listing.where} has no column of users, but data.hold_out = "users". Name '
+                    "the column in data.user, or remove data.hold_out."
+                )
+            if listing.users is None or self.config.hold_out == "images":
+                return held_out(listing.images, fraction, seed)
+            return held_out_users(listing.users, fraction, seed)
         words = np.array(listing.splits)
         train, test = (
             np.flatnonzero(words == _split(word))
@@ -318,6 +343,35 @@ def held_out(images: Sequence[str], fraction: float, seed: int) -> tuple[Index, 
     drawn = by_name[numpy_rng(seed, "held-out test images").permutation(count)]
     size = min(max(round(fraction * count), 1), count - 1)
     return np.sort(drawn[size:]), np.sort(drawn[:size])
+
+
+def held_out_users(users: Sequence[str], fraction: float, seed: int) -> tuple[Index, Index]:
+    """Rows of the users to train on, and of those to test on; at least one user each.
+
+    Users are drawn one by one. One is held out if that brings the number of test images nearer to
+    fraction · N than leaving it would; so a user with most of the images is rarely held out.
+
+    >>> train, test = held_out_users(["ann", "bob", "ann", "cid", "bob", "dot"], 0.4, seed=0)
+    >>> train.tolist(), test.tolist()
+    ([0, 1, 2, 4], [3, 5])
+    """
+    names, owner, sizes = np.unique(np.array(users), return_inverse=True, return_counts=True)
+    if len(names) < 2:
+        raise DataError(
+            f"All images of the table are of one user, {users[0]!r}, so no user can be held out "
+            'for testing. Mark the test images in a split column, or set data.hold_out = "images".'
+        )
+    order = numpy_rng(seed, "held-out test users").permutation(len(names))
+    held = np.zeros(len(names), bool)
+    wanted = fraction * len(users)
+    for user in order:
+        reached = sizes[held].sum()
+        nearer = abs(reached + sizes[user] - wanted) < abs(reached - wanted)
+        held[user] = nearer and held.sum() < len(names) - 1
+    if not held.any():  # every user has more than twice the share
+        held[sizes.argmin()] = True
+    rows = held[owner.reshape(-1)]
+    return np.flatnonzero(~rows), np.flatnonzero(rows)
 
 
 class RowError(ValueError):
@@ -446,6 +500,12 @@ class JoinedCells:
                 f"{SEPARATOR} between them."
             )
         classes = tuple(self._codes) if self._fixed else tuple(sorted(self._codes))
+        if self._count * len(classes) > MOST_CELLS:
+            raise DataError(
+                f"The table has {len(classes):,} different labels for {self._count:,} images. If "
+                f"{SEPARATOR} stands between the names, are they labels at all? A table may have "
+                f"{MOST_CELLS:,} pairs of image and label."
+            )
         place = np.empty(len(classes), np.int64)
         place[[self._codes[name] for name in classes]] = np.arange(len(classes))
         values = np.zeros((self._count, len(classes)), np.uint8)

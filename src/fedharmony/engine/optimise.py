@@ -12,7 +12,7 @@ from dataclasses import dataclass
 from typing import Annotated, Literal
 
 import torch
-from annotated_types import Ge, Gt, Lt
+from annotated_types import Ge, Gt, Le, Lt
 from torch import Tensor
 
 #: Adam's decay rates and ε: its authors' and torch's.
@@ -35,8 +35,8 @@ class TrainSettings:
         weight_decay: L2 weight decay, part of the gradient.
     """
 
-    epochs: Annotated[int, Ge(1)] = 5
-    batch_size: Annotated[int, Ge(1)] = 16
+    epochs: Annotated[int, Ge(1), Le(10_000)] = 5
+    batch_size: Annotated[int, Ge(1), Le(65_536)] = 16
     optimiser: Literal["adam", "sgd", "momentum"] = "adam"
     lr: Annotated[float, Gt(0)] = 1e-4
     momentum: Annotated[float, Ge(0), Lt(1)] = 0.9

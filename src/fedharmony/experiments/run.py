@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import logging
+import math
 import os
 import time
 from collections.abc import Callable, Sequence
@@ -17,6 +18,7 @@ import numpy.typing as npt
 import torch
 import torch.distributed as dist
 
+from fedharmony.config import machine_memory
 from fedharmony.correlation import label_correlation
 from fedharmony.data.annotations import FileSource
 from fedharmony.data.base import DataSet, LabelledImages, TensorImages, datasets
@@ -47,7 +49,7 @@ from fedharmony.models.base import Backbone, InputSpec, Model, models
 from fedharmony.partition.annotation import client_known
 from fedharmony.partition.base import Partition, splitters
 from fedharmony.partition.feature_skew import feature_skew, skewed_images
-from fedharmony.partition.report import label_shares, split_report
+from fedharmony.partition.report import label_shares, paired_labels, split_report
 from fedharmony.rng import numpy_rng, torch_rng
 from fedharmony.transport.base import Transport
 from fedharmony.transport.inprocess import InProcess
@@ -71,8 +73,15 @@ def choose_device(name: str) -> torch.device:
         device = torch.device(name)
     except RuntimeError as error:
         raise ConfigError(f"engine.device = {name!r} is no device: {error}.") from None
-    if device.type == "cuda" and not torch.cuda.is_available():
+    if device.type not in ("cpu", "cuda"):
+        raise ConfigError(f"engine.device = {name!r}: runs work on 'cpu' and 'cuda' only.")
+    present = torch.cuda.device_count() if device.type == "cuda" else 1
+    if device.type == "cuda" and not present:
         raise ConfigError(f"engine.device = {name!r}, but torch sees no CUDA device. Use 'cpu'.")
+    if (device.index or 0) >= present:
+        raise ConfigError(
+            f"engine.device = {name!r}, but the last one is '{device.type}:{present - 1}'."
+        )
     return device
 
 
@@ -221,7 +230,10 @@ class Assembly:
             known = None if test.known is None else test.known[start : start + EVAL_BATCH]
             store.add(scores, test.labels[start : start + EVAL_BATCH], known)
         scores_seen, targets, known = store.arrays()
-        options = self.settings.metrics
+        options, paired = self.settings.metrics, paired_labels(test.labels)
+        if len(paired) < len(self.data.classes):
+            scores_seen, targets = scores_seen[:, paired], targets[:, paired]
+            known = None if known is None else known[:, paired]
         structure = structure_metrics(scores_seen, targets, options.threshold, known)
         return Evaluation(store.result(options), structure)
 
@@ -273,7 +285,19 @@ def load_data(settings: Settings, observe: Observer, partition_file: Path | None
 
 def make_backbone(settings: Settings, shape: tuple[int, int, int]) -> Backbone:
     """The backbone for images of a shape."""
-    return models[settings.model.common.name](settings.model.own, InputSpec(*shape))
+    backbone = models[settings.model.common.name](settings.model.own, InputSpec(*shape))
+    refuse_too_large(sum(math.prod(shape) for shape in backbone.shapes().values()))
+    return backbone
+
+
+def refuse_too_large(parameters: int) -> None:
+    """Refuse a model that this machine cannot hold twice: once as it is, and once trained."""
+    memory = machine_memory()
+    if 8 * parameters > memory:
+        raise ConfigError(
+            f"A model of {parameters:,} parameters needs {8 * parameters / 1e9:,.0f} GB at the "
+            f"very least; this machine has {memory / 1e9:,.0f} GB. Choose a smaller model."
+        )
 
 
 def assemble(
@@ -326,6 +350,7 @@ def assemble(
     cohort = cohort_size(holders, federation.participation, federation.cohort)
     schedule = draw_schedule(sizes, run.rounds, cohort, federation.sampling, run.seed)
     model = Model(backbone, method.head(backbone.width))
+    refuse_too_large(model.num_parameters)
     return Assembly(
         settings=settings,
         data=as_clients_see(data, partition, settings),
@@ -572,8 +597,9 @@ def start_event(assembly: Assembly, first: int) -> Event:
 
 
 def matrices(assembly: Assembly, state: Record, structure: StructureResult) -> Tensors:
-    """Correlation matrices and label shares for the report."""
-    defined = label_correlation(assembly.data.test.labels)[1]
+    """Correlation matrices and label shares for the report; of very many labels, of some."""
+    classes, paired = len(assembly.data.classes), paired_labels(assembly.data.test.labels)
+    defined = label_correlation(assembly.data.test.labels[:, paired])[1]
     shares = label_shares(assembly.data.train.labels, assembly.partition)
     tensors = {
         "true": torch.from_numpy(structure.true_matrix).float(),
@@ -587,6 +613,15 @@ def matrices(assembly: Assembly, state: Record, structure: StructureResult) -> T
         tensors["planted"] = torch.from_numpy(assembly.data.planted).float()
     for name, tensor in assembly.method.artifacts(state).items():
         tensors[name] = tensor.to(torch.uint8) if tensor.dtype == torch.bool else tensor
+    if len(paired) < classes:
+        index = torch.from_numpy(paired)
+        for name, tensor in tensors.items():
+            if name in ("true", "true_defined", "learned", "learned_hard"):
+                continue  # of these labels already
+            for axis in (a for a, size in enumerate(tensor.shape) if size == classes):
+                tensor = tensor.index_select(axis, index.to(tensor.device))
+            tensors[name] = tensor
+        tensors["labels"] = index
     return tensors
 
 

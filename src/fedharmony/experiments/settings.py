@@ -21,27 +21,54 @@ from __future__ import annotations
 
 import hashlib
 import json
+import logging
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, replace
 from pathlib import Path
-from typing import Annotated, Any, Literal
+from typing import Annotated, Any, Literal, TypeAlias
 
 from annotated_types import Ge, Gt, Le, Lt
+from pydantic import AfterValidator
 
 import fedharmony
-from fedharmony.config import FilePath, Tree, build, keys, merge, override, read_toml, tree_of
+from fedharmony.config import (
+    FilePath,
+    Tree,
+    build,
+    keys,
+    merge,
+    override,
+    read_toml,
+    tree_of,
+)
 from fedharmony.data.augment import AugmentSettings
 from fedharmony.data.base import datasets
 from fedharmony.data.transforms import check_transforms
 from fedharmony.engine.federation import FederationSettings
 from fedharmony.engine.optimise import TrainSettings
-from fedharmony.errors import ConfigError, nearest
+from fedharmony.errors import ConfigError, nearest, shown
 from fedharmony.losses import LossSettings
 from fedharmony.methods.base import methods
 from fedharmony.metrics import MetricOptions
 from fedharmony.models.base import models
 from fedharmony.partition.base import splitters
+from fedharmony.reading import is_there
 from fedharmony.registry import Registry, load_plugins
+from fedharmony.terminal import plain
+
+logger = logging.getLogger(__name__)
+
+
+def _printable(text: str) -> str:
+    if text != plain(text) or "\n" in text or "\t" in text:
+        raise ValueError("it holds control characters")
+    if len(text) > 100:
+        raise ValueError("it has more than 100 characters")
+    return text
+
+
+#: Text that tables, pages and folders show as it is.
+Label: TypeAlias = Annotated[str, AfterValidator(_printable)]
 
 
 @dataclass(frozen=True)
@@ -58,10 +85,10 @@ class RunSettings:
     """
 
     method: str = "fedavg"
-    rounds: Annotated[int, Ge(1)] = 50
+    rounds: Annotated[int, Ge(1), Le(100_000)] = 50
     seed: Annotated[int, Ge(0)] = 0
     eval_every: Annotated[int, Ge(1)] = 1
-    label: str | None = None
+    label: Label | None = None
     plugins: tuple[str, ...] = ()
 
 
@@ -90,7 +117,7 @@ class SplitSettings:
     """
 
     name: str = "pivot_dirichlet"
-    clients: Annotated[int, Ge(1)] | None = None
+    clients: Annotated[int, Ge(1), Le(1_000_000)] | None = None
     seed: Annotated[int, Ge(0)] = 0
     file: FilePath | None = None
     transforms: tuple[str, ...] = ()
@@ -143,13 +170,13 @@ class EngineSettings:
     """
 
     device: str = "auto"
-    stack: Annotated[int, Ge(1)] | None = None
+    stack: Annotated[int, Ge(1), Le(100_000)] | None = None
     precision: Literal["auto", "float32", "bfloat16"] = "auto"
     compile: bool | None = None
     graphs: bool | None = None
     deterministic: bool = False
-    sweep_batch: Annotated[int, Ge(1)] = 32
-    threads: Annotated[int, Ge(1)] | None = None
+    sweep_batch: Annotated[int, Ge(1), Le(65_536)] = 32
+    threads: Annotated[int, Ge(1), Le(1024)] | None = None
     tf32: bool = False
     memory_mb: Annotated[int, Ge(0)] = 1024
 
@@ -166,7 +193,7 @@ class TuneSettings:
 
     lr: tuple[Annotated[float, Gt(0)], ...] | None = None
     holdout: Annotated[float, Gt(0), Lt(1)] = 0.2
-    rounds: Annotated[int, Ge(1)] | None = None
+    rounds: Annotated[int, Ge(1), Le(100_000)] | None = None
 
 
 #: What stands for the upper bound in a comparison, and how it trains.
@@ -309,14 +336,52 @@ def _component(registry: Registry[Any], common: type[Any], values: Tree, where: 
     return Component(base, build(own, {k: v for k, v in values.items() if k not in shared}, where))
 
 
+#: Sections that choose a component by name: the kinds there are, and what all of them share.
+COMPONENTS: Mapping[str, tuple[Registry[Any], type[Any]]] = {
+    "data": (datasets, DataSettings),
+    "split": (splitters, SplitSettings),
+    "model": (models, ModelSettings),
+}
+#: Sections with the same settings whatever is chosen.
+PLAIN: Mapping[str, type[Any]] = {
+    "run": RunSettings,
+    "train": TrainSettings,
+    "loss": LossSettings,
+    "augment": AugmentSettings,
+    "federation": FederationSettings,
+    "metrics": MetricOptions,
+    "engine": EngineSettings,
+    "tune": TuneSettings,
+}
+
+
+def _unknown_section(name: str, value: Any, sections: Sequence[str]) -> ConfigError:
+    """What is wrong with a key at the top: a misspelt section, or a setting without its section."""
+    if isinstance(value, Mapping):
+        return ConfigError(f"Unknown section [{name}]. {nearest(name, sections)}")
+    homes = {section: set(keys(cls)) for section, cls in PLAIN.items()}
+    for section, (registry, common) in COMPONENTS.items():
+        own = (keys(registry[component].Config) for component in registry.names())
+        homes[section] = set(keys(common)).union(*own)
+    found = [f"{section}.{name}" for section, known in homes.items() if name in known]
+    if found:
+        return ConfigError(
+            f"The setting {name} needs its section. Did you mean {' or '.join(found)}?"
+        )
+    return ConfigError(
+        f"There is no setting {name} outside of the sections. {nearest(name, sections)} Write "
+        "section.key, for instance train.lr."
+    )
+
+
 def compose(tree: Mapping[str, Any]) -> Settings:
     """Check a whole settings tree; any mistake is a ConfigError before work starts."""
     sections = [name for name in Settings.__dataclass_fields__ if name != "grids"]
     for name, value in tree.items():
         if name not in sections:
-            raise ConfigError(f"Unknown section [{name}]. {nearest(name, sections)}")
+            raise _unknown_section(name, value, sections)
         if not isinstance(value, Mapping):
-            raise ConfigError(f"{name} = {value!r} must be a section, for instance [{name}].")
+            raise ConfigError(f"{name} = {shown(value)} must be a section, for instance [{name}].")
     part = {name: dict(tree.get(name, {})) for name in sections}
     run = build(RunSettings, part["run"], "run")
     load_plugins(run.plugins)
@@ -328,9 +393,7 @@ def compose(tree: Mapping[str, Any]) -> Settings:
         _check_grid(name, grid)
     settings = Settings(
         run=run,
-        data=_component(datasets, DataSettings, part["data"], "data"),
-        split=_component(splitters, SplitSettings, part["split"], "split"),
-        model=_component(models, ModelSettings, part["model"], "model"),
+        **{name: _component(*COMPONENTS[name], part[name], name) for name in COMPONENTS},
         train=train,
         loss=build(LossSettings, part["loss"], "loss"),
         augment=build(AugmentSettings, part["augment"], "augment"),
@@ -345,11 +408,16 @@ def compose(tree: Mapping[str, Any]) -> Settings:
     return settings
 
 
-def _check_method(name: str, values: Tree, train: TrainSettings) -> None:
+def _check_method(name: str, values: Any, train: TrainSettings) -> None:
     """Refuse settings of an unknown method, and settings it does not have."""
     if name not in methods:
         raise ConfigError(
             f"Section [methods.{name}]: there is no such method. {nearest(name, methods.names())}"
+        )
+    if not isinstance(values, Mapping):
+        raise ConfigError(
+            f"methods.{name} = {shown(values)} must be a section, for instance [methods.{name}]. "
+            f"The method is chosen by run.method={name}."
         )
     own = values.get("train", {})
     if not isinstance(own, Mapping):
@@ -373,7 +441,9 @@ def _check_grid(name: str, grid: Mapping[str, Any]) -> None:
         )
     for key, values in grid.items():
         if not isinstance(values, list) or not values:
-            raise ConfigError(f"tune.{name}.{key} = {values!r} must be a list of values to try.")
+            raise ConfigError(
+                f"tune.{name}.{key} = {shown(values)} must be a list of values to try."
+            )
         for value in values:
             build(methods[name].Config, {key: value}, f"tune.{name}")
 
@@ -381,27 +451,57 @@ def _check_grid(name: str, grid: Mapping[str, Any]) -> None:
 def load_settings(source: str | Path, changes: Sequence[str] = ()) -> Settings:
     """Settings from a TOML file, or from a built-in one by its name (``demo``).
 
+    Settings come in layers: the file, further files in their order, and the changes one by one.
+    Where a layer chooses another data set, splitter or model than the layers below, what those said
+    about their own goes; what all components of the section share stays.
+
     Args:
         source: the file, or the name.
         changes: ``section.key=value``, or further files (or names), whose settings come on top.
     """
     tree = _read(source)
     for file in filter(_is_file, changes):
-        tree = merge(tree, _read(file))
-    return compose(override(tree, [change for change in changes if not _is_file(change)]))
+        top = _read(file)
+        tree = merge(_without_others(tree, merge(tree, top), file), top)
+    assignments = [change for change in changes if not _is_file(change)]
+    below = _without_others(tree, override(tree, assignments), "the command line")
+    return compose(override(below, assignments))
+
+
+def _without_others(below: Tree, result: Tree, layer: str) -> Tree:
+    """``below`` without the own settings of components that ``result`` no longer chooses."""
+    kept = dict(below)
+    for name, (registry, common) in COMPONENTS.items():
+        old, new = below.get(name), result.get(name)
+        if not isinstance(old, Mapping) or not isinstance(new, Mapping):
+            continue  # refused when the whole is checked
+        was, now = (section.get("name", common.name) for section in (old, new))
+        own = [key for key in old if key not in keys(common)]
+        if was != now and own:
+            kept[name] = {key: value for key, value in old.items() if key not in own}
+            logger.info(
+                "%s chooses %s %r; what was set for %r no longer counts: %s.",
+                *(layer, registry.kind, now, was, ", ".join(f"{name}.{key}" for key in own)),
+            )
+    return kept
 
 
 def _is_file(change: str) -> bool:
     """Whether a change names a config file; a path may hold an equals sign."""
     if change in built_in_configs():
         return True
-    return change.endswith(".toml") and ("=" not in change or Path(change).exists())
+    return change.endswith(".toml") and ("=" not in change or is_there(change))
 
 
 def _read(source: str | Path) -> Tree:
-    path = Path(source)
-    if not path.exists() and (built_in := built_in_configs().get(str(source))):
-        path = built_in
+    path, known = Path(source), built_in_configs()
+    if not is_there(path):
+        if path.suffix != ".toml" and str(source) not in known:
+            raise ConfigError(
+                f"There is neither a file nor a built-in config {shown(str(source))}. "
+                f"{nearest(str(source), known)}"
+            )
+        path = known.get(str(source), path)
     tree = read_toml(path)
     run = tree.get("run")
     if isinstance(run, dict) and isinstance(run.get("plugins"), list):

@@ -40,6 +40,7 @@ from torch import Tensor
 from fedharmony import correlation as corr
 from fedharmony.aggregate import ModelMean
 from fedharmony.clusters import cluster_agreement, default_groups, spectral_clusters
+from fedharmony.config import machine_memory
 from fedharmony.consensus import (
     Consensus,
     ConsensusSums,
@@ -74,6 +75,10 @@ CLUSTERED_OFTEN = 512
 #: From here on C × C numbers are what the alignment loss costs; its gradient is then formed by
 #: hand, where there is a formula for it.
 MANY_LABELS = 128
+
+
+#: Memory per pair of labels, measured with two clients: matrices of clients, teacher and clusters.
+PAIR_BYTES = 100
 
 
 @methods.register("fedharmony")
@@ -199,6 +204,12 @@ class FedHarmony(Method):
             raise ConfigError(
                 f"methods.fedharmony.groups = {self.groups} is more than the {task.classes} labels "
                 "of the data. Choose fewer clusters, or leave it out for round(√C)."
+            )
+        if (needed := PAIR_BYTES * task.classes**2) > machine_memory() / 4:
+            raise ConfigError(
+                f"FedHarmony compares all pairs of labels: {task.classes:,} labels need about "
+                f"{needed / 1e9:.0f} GB, more than a quarter of this machine's memory. Use fewer "
+                "labels, or another method."
             )
         self.horizon = task.rounds / 2 if config.horizon is None else config.horizon
         self.options: dict[str, Any] = {

@@ -71,7 +71,7 @@ class FedLGT(Method):
         swap_states: bool = False
         embedding: Annotated[int, Ge(1)] = 512
         heads: Annotated[int, Ge(1)] = 4
-        layers: Annotated[int, Ge(1)] = 3
+        layers: Annotated[int, Ge(1), Le(1000)] = 3
         feedforward: Annotated[int, Ge(1)] = 512
         dropout: Annotated[float, Ge(0), Lt(1)] = 0.1
         max_norm: Annotated[float, Gt(0)] = 10.0

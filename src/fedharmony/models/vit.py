@@ -17,7 +17,7 @@ from typing import Annotated, TypeAlias
 
 import torch
 import torch.nn.functional as F
-from annotated_types import Ge, Gt
+from annotated_types import Ge, Gt, Le
 from torch import Tensor
 
 from fedharmony.config import FilePath
@@ -37,8 +37,9 @@ from fedharmony.models.hub import locate
 from fedharmony.models.weights import load_weights
 from fedharmony.types import Tensors
 
-Count = Annotated[int, Ge(1)]
-Positive = Annotated[float, Gt(0)]
+Count = Annotated[int, Ge(1), Le(65_536)]
+Depth = Annotated[int, Ge(1), Le(1000)]
+Positive = Annotated[float, Gt(0), Le(1000)]
 Stream: TypeAlias = tuple[Tensor, Tensor]
 
 
@@ -73,7 +74,7 @@ class ViT(Backbone):
         """
 
         width: Count = 64
-        depth: Count = 2
+        depth: Depth = 2
         heads: Count = 4
         patch: Count = 8
         mlp_ratio: Positive = 4.0
@@ -301,7 +302,7 @@ class ViTTiny(ViT):
         """Settings of :class:`ViT.Config` with the sizes of ViT-Ti/16."""
 
         width: Count = 192
-        depth: Count = 12
+        depth: Depth = 12
         heads: Count = 3
         patch: Count = 16
 
@@ -315,7 +316,7 @@ class ViTSmall(ViT):
         """Settings of :class:`ViT.Config` with the sizes of ViT-S/16."""
 
         width: Count = 384
-        depth: Count = 12
+        depth: Depth = 12
         heads: Count = 6
         patch: Count = 16
 
@@ -329,6 +330,6 @@ class ViTBase(ViT):
         """Settings of :class:`ViT.Config` with the sizes of ViT-B/16."""
 
         width: Count = 768
-        depth: Count = 12
+        depth: Depth = 12
         heads: Count = 12
         patch: Count = 16

@@ -57,7 +57,7 @@ class ClasswiseDirichlet(Splitter):
         gamma: Annotated[float, Ge(1e-6), Le(1e6)] = 0.5
         balance: bool = True
         min_size: Annotated[int, Ge(1)] | None = None
-        max_tries: Annotated[int, Ge(1)] = 200
+        max_tries: Annotated[int, Ge(1), Le(10_000)] = 200
         repair: bool = True
 
     config: Config

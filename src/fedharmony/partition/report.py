@@ -28,6 +28,8 @@ Float64: TypeAlias = npt.NDArray[np.float64]
 
 #: Clients with fewer images are left out of the correlation drift.
 MIN_IMAGES = 20
+#: Labels of which all pairs are looked at.
+MOST_PAIRED = 2000
 # Labels looked at, at a time, when clients are counted.
 _AT_ONCE = 2**19
 
@@ -97,8 +99,9 @@ def split_report(labels: Labels, partition: Partition, seed: int) -> SplitReport
     seen = np.concatenate([(p > 0).sum(1) for p in client_positives(labels, partition.indices)])
     held = np.sort(np.concatenate(partition.indices))
     iid = np.split(numpy_rng(seed, "split_report/iid").permutation(held), np.cumsum(sizes)[:-1])
-    overall = _overall(labels, held)
-    drift, drift_clients = correlation_drift(labels, partition.indices, overall)
+    paired = labels[:, paired_labels(labels)] if classes > MOST_PAIRED else labels
+    overall = _overall(paired, held)
+    drift, drift_clients = correlation_drift(paired, partition.indices, overall)
     return SplitReport(
         clients=len(sizes),
         images=partition.images,
@@ -111,10 +114,25 @@ def split_report(labels: Labels, partition: Partition, seed: int) -> SplitReport
         absent_pairs=len(seen) * classes - int(seen.sum()),
         jensen_shannon=jensen_shannon(labels, partition.indices),
         correlation_drift=drift,
-        correlation_drift_iid=correlation_drift(labels, iid, overall)[0],
+        correlation_drift_iid=correlation_drift(paired, iid, overall)[0],
         drift_clients=drift_clients,
         sha256=partition.sha256,
     )
+
+
+def paired_labels(labels: Labels) -> Index:
+    """The labels whose correlations are computed and shown, ascending: at most MOST_PAIRED.
+
+    Pairs grow with the square of the labels: those of 11,200 take a gigabyte for each matrix. Of
+    more labels the most frequent are taken, of equally frequent ones the first.
+
+    >>> paired_labels(np.eye(3, dtype=np.uint8)).tolist()
+    [0, 1, 2]
+    """
+    if labels.shape[1] <= MOST_PAIRED:
+        return np.arange(labels.shape[1])
+    positives = labels.sum(0, dtype=np.int64)
+    return np.sort(np.argsort(-positives, kind="stable")[:MOST_PAIRED])
 
 
 def client_positives(labels: Labels, indices: Sequence[Index]) -> Iterator[Index]:

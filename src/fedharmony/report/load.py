@@ -7,10 +7,8 @@ and the last line of the event log may be missing. What cannot be a run at all, 
 
 from __future__ import annotations
 
-import json
 import math
 import os
-import tomllib
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 from functools import cached_property
@@ -19,10 +17,20 @@ from typing import Any, TypeAlias
 
 import numpy as np
 import numpy.typing as npt
+from pydantic import TypeAdapter
 from safetensors import SafetensorError
 from safetensors.numpy import load_file
 
-from fedharmony.errors import CheckpointError
+from fedharmony.config import read_toml
+from fedharmony.errors import CheckpointError, ConfigError
+from fedharmony.reading import is_file, is_folder, is_there, parse_json, read_regular
+from fedharmony.report.shapes import (
+    COMPARISON,
+    RESULTS,
+    refuse_misshapen,
+    refuse_odd_matrices,
+    well_shaped,
+)
 
 Event: TypeAlias = Mapping[str, Any]
 Array: TypeAlias = npt.NDArray[np.float64]
@@ -181,12 +189,18 @@ class RunView:
             for name, values in (self.results.get("baselines") or {}).items()
         }
 
-    @property
+    @cached_property
     def classes(self) -> tuple[str, ...]:
-        """Label names in the order of the matrices."""
+        """All label names."""
         return tuple(str(c) for c in self.start.get("classes") or ()) or tuple(
             score.label for score in self.per_label
         )
+
+    @cached_property
+    def paired(self) -> tuple[str, ...]:
+        """Label names in the order of the matrices, which of very many labels hold some."""
+        chosen = self.matrices.get("labels")
+        return self.classes if chosen is None else tuple(self.classes[int(i)] for i in chosen)
 
     @cached_property
     def per_label(self) -> tuple[LabelScore, ...]:
@@ -244,12 +258,12 @@ class ComparisonView:
         return tuple(run for runs in self.groups.values() for run in runs)
 
 
-def _read_json(path: Path) -> dict[str, Any]:
+def _read_json(path: Path, shape: TypeAdapter[Any] | None = None) -> dict[str, Any]:
     """The JSON object in a file; empty if there is no such file."""
-    if not path.is_file():
+    if not is_file(path):
         return {}
     try:
-        value = json.loads(path.read_text(encoding="utf-8"))
+        value = parse_json(read_regular(path))
     except (OSError, ValueError) as error:
         raise CheckpointError(
             f"{path} cannot be read: {error}. The file is damaged or still being written; try "
@@ -260,23 +274,24 @@ def _read_json(path: Path) -> dict[str, Any]:
             f"{path} should hold one JSON object, but holds a {type(value).__name__}. It was not "
             "written by fedharmony; restore it or delete it."
         )
+    if shape is not None:
+        refuse_misshapen(path, value, shape)
     return value
 
 
 def _read_config(path: Path) -> dict[str, Any]:
-    if not path.is_file():
+    if not is_file(path):
         return {}
     try:
-        return tomllib.loads(path.read_text(encoding="utf-8"))
-    except (OSError, ValueError) as error:
+        return read_toml(path)
+    except ConfigError as error:
         raise CheckpointError(
-            f"{path} is not readable TOML: {error}. Restore the file, or delete it to report on "
-            "the run without its settings."
+            f"{error} Restore the file, or delete it to report on the run without its settings."
         ) from error
 
 
-def _read_matrices(path: Path) -> dict[str, Array]:
-    if not path.is_file():
+def _read_matrices(path: Path, classes: int) -> dict[str, Array]:
+    if not is_file(path):
         return {}
     try:
         tensors = load_file(path)
@@ -285,6 +300,7 @@ def _read_matrices(path: Path) -> dict[str, Array]:
             f"{path} cannot be read: {error}. Delete it to report on the run without its "
             "correlation matrices."
         ) from error
+    refuse_odd_matrices(path, tensors, classes)
     return {name: np.asarray(tensor, dtype=np.float64) for name, tensor in tensors.items()}
 
 
@@ -293,19 +309,19 @@ def _read_events(path: Path) -> tuple[list[dict[str, Any]], int]:
 
     A last line that is not whole is what a killed run leaves behind: it is ignored.
     """
-    if not path.is_file():
+    if not is_file(path):
         return [], 0
-    lines = path.read_bytes().split(b"\n")
+    lines = read_regular(path).split(b"\n")
     events, damaged = [], 0
     for position, line in enumerate(lines):
         if not line.strip():
             continue
         try:
-            event = json.loads(line)
+            event = parse_json(line)
         except ValueError:
             damaged += position < len(lines) - 1
             continue
-        if isinstance(event, dict) and "event" in event:
+        if isinstance(event, dict) and "event" in event and well_shaped(event):
             events.append(event)
         else:
             damaged += 1
@@ -353,13 +369,15 @@ def load_run(folder: str | Path) -> RunView:
         CheckpointError: The folder is not a run folder, or one of its files is damaged.
     """
     folder = Path(folder)
-    if not (folder / "events.jsonl").is_file() and not (folder / "config.toml").is_file():
+    if not is_file(folder / "events.jsonl") and not is_file(folder / "config.toml"):
         raise CheckpointError(_not_a_run(folder))
     events, damaged = _read_events(folder / "events.jsonl")
     replay = _Replay()
     for event in events:
         replay.take(event)
-    results, bound = _read_json(folder / "results.json"), _read_json(folder / "binding.json")
+    classes = len(replay.start.get("classes") or ())
+    results = _read_json(folder / "results.json", RESULTS)
+    bound = _read_json(folder / "binding.json")
     claimed = results.get("bound")
     if bound and isinstance(claimed, dict) and (parts := _differing(bound, claimed)):
         raise CheckpointError(
@@ -376,7 +394,7 @@ def load_run(folder: str | Path) -> RunView:
         evaluations=tuple(replay.evaluations[i] for i in sorted(replay.evaluations)),
         finish=replay.finish,
         results=results,
-        matrices=_read_matrices(folder / "matrices.safetensors"),
+        matrices=_read_matrices(folder / "matrices.safetensors", classes),
         bound=bound,
         damaged_lines=damaged,
     )
@@ -399,10 +417,10 @@ def _refuse_mixture(runs: Sequence[RunView], parts: tuple[str, ...]) -> None:
 
 
 def _not_a_run(folder: Path) -> str:
-    if not folder.is_dir():
+    if not is_folder(folder):
         return f"There is no folder {folder}. Check the path; runs are usually under runs/."
     text = f"{folder} is not a run folder: it holds neither events.jsonl nor config.toml."
-    if (folder / COMPARISON_FILE).is_file():
+    if is_file(folder / COMPARISON_FILE):
         return (
             f"{text} It is a comparison folder: name one of the runs inside it, or report on all."
         )
@@ -420,7 +438,7 @@ def load_comparison(folder: str | Path) -> ComparisonView:
             a file is damaged.
     """
     folder = Path(folder)
-    plan = _read_json(folder / COMPARISON_FILE)
+    plan = _read_json(folder / COMPARISON_FILE, COMPARISON)
     if not plan:
         raise CheckpointError(
             f"{folder} is not a comparison folder: it holds no {COMPARISON_FILE}. Name a folder "
@@ -434,7 +452,7 @@ def load_comparison(folder: str | Path) -> ComparisonView:
         try:
             groups.setdefault(label, []).append(load_run(folder / str(entry.get("folder"))))
         except CheckpointError:
-            if (folder / str(entry.get("folder")) / "events.jsonl").exists():
+            if is_there(folder / str(entry.get("folder")) / "events.jsonl"):
                 raise
             missing.append((label, seed))
     present = {m: tuple(sorted(runs, key=lambda r: r.seed)) for m, runs in groups.items() if runs}

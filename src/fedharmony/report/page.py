@@ -144,7 +144,7 @@ class _Subject:
 
     def with_matrix(self, name: str, like: RunView | None = None) -> RunView | None:
         """The first run that has the matrix, and the same labels as ``like`` if given."""
-        runs = (run for run in self.runs if like is None or run.classes == like.classes)
+        runs = (run for run in self.runs if like is None or run.paired == like.paired)
         return next((run for run in runs if name in run.matrices), None)
 
     def order(self, run: RunView) -> plots.LabelOrder:
@@ -430,7 +430,9 @@ def _shortcomings(run: RunView) -> list[str]:
             else f"has not finished: {progress} are in its log, and it has not been evaluated yet."
         )
     elif run.status != "completed":
-        reason = str((run.finish or {}).get("reason") or "no reason given").rstrip(".")
+        given = (run.finish or {}).get("reason")
+        stopped = "the user stopped it" if run.status == "interrupted" else "no reason given"
+        reason = str(given or stopped).rstrip(".")
         verb = "failed" if run.status == "failed" else f"was {run.status}"
         found.append(f"{verb} after {progress}: {reason}.")
     stale = int(run.results.get("rounds_done") or 0)
@@ -581,7 +583,7 @@ def _correlation(subject: _Subject) -> Section | None:
         shown.append(("Planted: how the data were made", values, ""))
     for name, runs in subject.groups.items():
         run = next((r for r in runs if "learned" in r.matrices), None)
-        if run is None or run.classes != reference.classes:
+        if run is None or run.paired != reference.paired:
             continue
         prefix = f"{name}: " if subject.comparison else ""
         if "consensus" in run.matrices:
@@ -597,17 +599,17 @@ def _correlation(subject: _Subject) -> Section | None:
     order = subject.order(reference)
     pictures = tuple(
         plots.correlation_map(
-            f"correlation-{i}", title, values, order, reference.classes, limit, note
+            f"correlation-{i}", title, values, order, reference.paired, limit, note
         )
         for i, (title, values, note) in enumerate(shown)
     )
     scale = Scale(f"−{limit:.1f}", f"+{limit:.1f}")
     unknown = any(np.isnan(values).sum() > size for _, values, _ in shown)  # diagonals are nan
-    lead = _correlation_lead(size, order, unknown)
+    lead = _correlation_lead(size, len(reference.classes), order, unknown)
     return Section("correlation", "Label correlation", lead, pictures, scale=scale)
 
 
-def _correlation_lead(size: int, order: plots.LabelOrder, unknown: bool) -> str:
+def _correlation_lead(size: int, classes: int, order: plots.LabelOrder, unknown: bool) -> str:
     lead = "Which labels occur together (φ coefficient). Rows and columns have the same order"
     if order.clusters:
         lead += f": by cluster, {_count(len(order.clusters), 'cluster')} framed"
@@ -616,6 +618,8 @@ def _correlation_lead(size: int, order: plots.LabelOrder, unknown: bool) -> str:
         lead += ", which puts correlated labels side by side"
     lead += ". The diagonal is left blank"
     lead += "; grey pairs are not known (a label does not occur)." if unknown else "."
+    if size < classes:
+        lead += f" Of {classes:,} labels the {size:,} most frequent are compared."
     if size > plots.MOST_CELLS:
         lead += f" {size:,} labels are averaged down to {plots.MOST_CELLS} cells per side."
     return lead
@@ -641,7 +645,7 @@ def _clients(subject: _Subject) -> Section | None:
     if shares is not None and len(order.index) != shares.shape[1]:
         shares = None
     picture = plots.client_picture(
-        "clients-0", run.matrices["client_sizes"], shares, order, run.classes
+        "clients-0", run.matrices["client_sizes"], shares, order, run.paired
     )
     lead = "How the training images are split: each column is a client."
     return Section("clients", "Clients", lead, (picture,), facts=facts)

@@ -21,6 +21,8 @@ from rich.progress_bar import ProgressBar
 from rich.table import Table
 from rich.text import Text
 
+from fedharmony.terminal import console as plain_console
+
 _SHOWN = ("mAP", "CF1", "OF1")
 _FAILURES_KEPT = 3
 
@@ -133,7 +135,7 @@ class Progress:
 
     def __init__(self, *, quiet: bool = False, console: Console | None = None) -> None:
         self._quiet = quiet
-        self._console = console or Console()
+        self._console = console or plain_console()
         self._live: Live | None = None
         self._sequence = ""
         self._state: _State | None = None

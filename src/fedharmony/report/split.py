@@ -12,7 +12,7 @@ import numpy as np
 
 from fedharmony.correlation import label_correlation
 from fedharmony.partition.base import Partition
-from fedharmony.partition.report import label_shares
+from fedharmony.partition.report import label_shares, paired_labels
 from fedharmony.report.plots import Picture, client_picture, label_order
 from fedharmony.types import Labels
 
@@ -24,8 +24,10 @@ LETTERS, LINE = 60, 14
 
 def split_picture(labels: Labels, partition: Partition, classes: Sequence[str]) -> str:
     """Images per client and label shares, as an SVG file that follows light and dark."""
-    shares = label_shares(labels, partition)
-    matrix, _ = label_correlation(labels)
+    paired = paired_labels(labels)
+    shares = label_shares(labels, partition)[:, paired]
+    matrix, _ = label_correlation(labels[:, paired])
+    classes = [classes[i] for i in paired]
     order = label_order(None, matrix.numpy().astype(np.float64))
     sizes = partition.sizes.astype(np.float64)
     return standalone(client_picture("split", sizes, shares, order, classes))

@@ -1,0 +1,172 @@
+"""What the files of a run look like, as far as reports read them.
+
+Anybody may have edited, cut or swapped those files. What does not have its shape is told with its
+place, before a page is made of it. Fields that are not named here are left alone.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from pathlib import Path
+from typing import Annotated, Any, TypeAlias
+
+import numpy.typing as npt
+from annotated_types import Ge, Le
+from pydantic import ConfigDict, StringConstraints, TypeAdapter, ValidationError, with_config
+from typing_extensions import TypedDict  # pydantic wants this one before Python 3.12
+
+from fedharmony.errors import CheckpointError
+
+Number: TypeAlias = int | float | None
+Numbers: TypeAlias = dict[str, Number] | None
+#: Counts of rounds, clients, images and labels: more would be a forged or damaged file.
+Count: TypeAlias = Annotated[int, Ge(0), Le(100_000_000)]
+Client: TypeAlias = Annotated[str, StringConstraints(pattern=r"^\d{1,8}$")]
+
+_as_it_is = with_config(ConfigDict(strict=True, extra="allow"))
+
+
+@_as_it_is
+class LabelRow(TypedDict, total=False):
+    """One label of ``results.json``."""
+
+    ap: Number
+    precision: Number
+    recall: Number
+    positives: Count | None
+
+
+@_as_it_is
+class Results(TypedDict, total=False):
+    """``results.json``."""
+
+    metrics: Numbers
+    structure: Numbers
+    baselines: dict[str, Numbers] | None
+    per_label: list[LabelRow] | None
+    rounds: Count
+    rounds_done: Count | None
+    metric_options: dict[str, Any]
+    n_classes_with_positives: Count | None
+    n_classes_never_predicted: Count | None
+
+
+@_as_it_is
+class Start(TypedDict, total=False):
+    """The start event."""
+
+    rounds: Count
+    clients: Count | None
+    cohort: Count | None
+    train_images: Count | None
+    test_images: Count | None
+    parameters: Annotated[int, Ge(0)] | None
+    classes: list[str] | None
+    resumed_at: Count | None
+
+
+@_as_it_is
+class Failure(TypedDict, total=False):
+    """A client that was left out."""
+
+    client: Count
+
+
+@_as_it_is
+class Round(TypedDict, total=False):
+    """A round's event."""
+
+    round: Count
+    cohort: list[Count]
+    reported: list[Count]
+    dropped: list[Count]
+    failures: list[Failure]
+    weights: dict[Client, Number] | None
+    log: dict[str, Any] | None
+
+
+@_as_it_is
+class Evaluate(TypedDict, total=False):
+    """An evaluation's event."""
+
+    round: Count
+    metrics: Numbers
+    structure: Numbers
+
+
+@_as_it_is
+class PlannedRun(TypedDict, total=False):
+    """A run of a comparison."""
+
+    label: str
+    seed: int | None
+    folder: str
+
+
+@_as_it_is
+class Comparison(TypedDict, total=False):
+    """``comparison.json``."""
+
+    methods: list[str] | None
+    runs: list[PlannedRun] | None
+
+
+RESULTS, COMPARISON = TypeAdapter(Results), TypeAdapter(Comparison)
+EVENTS: Mapping[str, TypeAdapter[Any]] = {
+    "start": TypeAdapter(Start),
+    "round": TypeAdapter(Round),
+    "evaluate": TypeAdapter(Evaluate),
+}
+#: Matrices over pairs of labels, and what marks labels or pairs of them.
+PAIRS = ("true", "learned", "learned_hard", "planted", "consensus")
+MARKS = ("true_defined", "consensus_known")
+
+
+def refuse_misshapen(path: Path, content: Mapping[str, Any], shape: TypeAdapter[Any]) -> None:
+    """Refuse the content of a JSON file that no run has written so."""
+    try:
+        shape.validate_python(content)
+    except ValidationError as error:
+        first = error.errors()[0]
+        where = ".".join(str(part) for part in first["loc"])
+        raise CheckpointError(
+            f"{path} was not written by fedharmony, or has been changed: {where}: {first['msg']}. "
+            "Restore the file, or delete it if the run is over (the report then uses the event log "
+            "alone)."
+        ) from None
+
+
+def well_shaped(event: Mapping[str, Any]) -> bool:
+    """Whether an event can be one that a run has written."""
+    shape = EVENTS.get(str(event["event"]))
+    if shape is None:
+        return True
+    try:
+        shape.validate_python(event)
+    except ValidationError:
+        return False
+    return True
+
+
+def refuse_odd_matrices(path: Path, matrices: Mapping[str, npt.NDArray[Any]], classes: int) -> None:
+    """Refuse matrices whose sizes contradict each other, or that are of more than the classes."""
+    shapes = {name: matrix.shape for name, matrix in matrices.items()}
+    labels = next((shapes[name][0] for name in PAIRS if shapes.get(name)), 0)
+    square = (labels, labels)
+    odd = [name for name in PAIRS if shapes.get(name, square) != square]
+    odd += [name for name in MARKS if shapes.get(name, square) not in (square, (labels,))]
+    odd += [name for name in ("clusters",) if shapes.get(name, (labels,)) != (labels,)]
+    odd += [name for name in ("client_sizes",) if len(shapes.get(name, (0,))) != 1]
+    shares = shapes.get("client_label_shares", (0, labels))
+    if len(shares) != 2 or (labels and shares[1] != labels):
+        odd.append("client_label_shares")
+    if "labels" in matrices:
+        chosen = matrices["labels"]
+        inside = chosen.shape == (labels,) and bool(((chosen >= 0) & (chosen < classes)).all())
+        odd += [] if inside else ["labels"]
+    if odd:
+        raise CheckpointError(
+            f"{path} was not written by fedharmony, or has been changed: {odd[0]!r} has the shape "
+            f"{shapes[odd[0]]}, but there are {labels} labels. Delete it to report on the run "
+            "without its matrices."
+        )

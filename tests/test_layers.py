@@ -1,0 +1,78 @@
+"""Settings in layers: who wins, and what goes when a layer chooses another component."""
+
+from __future__ import annotations
+
+import logging
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from fedharmony.errors import ConfigError
+from fedharmony.experiments.settings import load_settings
+
+
+def layer(folder: Path, name: str, text: str) -> str:
+    file = folder / name
+    file.write_text(text)
+    return str(file)
+
+
+def test_another_model_gets_its_own_sizes(tmp_path: Path) -> None:
+    """The demo's width 64 and depth 2 are the demo's, not those of a ViT-Ti."""
+    own = load_settings("demo", [layer(tmp_path, "m.toml", '[model]\nname = "vit_tiny_patch16"')])
+    assert (own.model.own.width, own.model.own.depth, own.model.own.heads) == (192, 12, 3)
+    same = load_settings("demo", ["model.name=vit_tiny_patch16"])
+    assert same.model == own.model
+
+
+def test_what_every_component_shares_stays(tmp_path: Path) -> None:
+    base = layer(tmp_path, "base.toml", "[split]\nclients = 7\nseed = 3\ngamma = 0.1\n")
+    settings = load_settings(base, ["split.name=iid"])  # the file's is the default, unnamed
+    assert (settings.split.common.clients, settings.split.common.seed) == (7, 3)
+    assert load_settings(base, ["split.name=pivot_dirichlet"]).split.own.gamma == 0.1
+
+
+def test_another_data_set_needs_no_clean_up(tmp_path: Path) -> None:
+    base = layer(tmp_path, "base.toml", '[data]\nname = "digits"\ntrain = 50\nnoise = 0.2\n')
+    changes = ["data.name=table", f"data.path={tmp_path}", "data.table=labels.csv"]
+    data: Any = load_settings(base, changes).data.own
+    assert (data.path, data.table) == (str(tmp_path), "labels.csv")
+
+
+@pytest.mark.parametrize("order", [1, -1])
+def test_what_the_command_line_says_stays(tmp_path: Path, order: int) -> None:
+    """Before or behind the name: all of a command line is one layer."""
+    changes = ["model.width=96", "model.name=vit_tiny_patch16"][::order]
+    assert load_settings("demo", changes).model.own.width == 96
+    file = layer(tmp_path, "m.toml", '[model]\nname = "vit_tiny_patch16"\nwidth = 48')
+    assert load_settings("demo", ["model.width=96", file]).model.own.width == 96
+    assert load_settings("demo", [file]).model.own.width == 48
+
+
+def test_what_the_command_line_says_is_not_dropped_in_silence() -> None:
+    with pytest.raises(ConfigError, match=r"model\.depth .*'timm'"):
+        load_settings("demo", ["model.depth=3", "model.name=timm"])
+
+
+def test_layers_apply_in_their_order(tmp_path: Path) -> None:
+    """A third layer that returns to the first one's model does not bring its settings back."""
+    there = layer(tmp_path, "a.toml", '[model]\nname = "vit_tiny_patch16"\npatch = 8')
+    back = layer(tmp_path, "b.toml", '[model]\nname = "vit"')
+    base = layer(tmp_path, "base.toml", '[model]\nname = "vit"\nwidth = 32')
+    settings = load_settings(base, [there, back, "train.lr=0.5"])
+    assert settings.model.own == type(settings.model.own)()
+    assert settings.train.lr == 0.5
+
+
+def test_a_layer_says_what_it_makes_void(caplog: pytest.LogCaptureFixture) -> None:
+    caplog.set_level(logging.INFO, "fedharmony")
+    load_settings("demo", ["split.name=iid", "data.name=digits"])
+    (message,) = caplog.messages
+    assert "split.gamma" in message
+    assert "'iid'" in message
+
+
+def test_a_removed_name_is_the_default(tmp_path: Path) -> None:
+    base = layer(tmp_path, "base.toml", '[model]\nname = "timm"\narchitecture = "resnet18"\n')
+    assert load_settings(base, ["model.name="]).model.common.name == "vit"
