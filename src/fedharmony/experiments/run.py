@@ -297,6 +297,7 @@ def assemble(
         average=federation.average,
         mean=backbone.mean,
         std=backbone.std,
+        unknown_labels=data.train.known is not None or settings.split.common.annotated < 1,
     )
     method = methods[settings.method_name](settings.method_config(), task)
     sizes = [len(index) for index in clients]

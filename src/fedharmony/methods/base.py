@@ -68,6 +68,8 @@ class Task:
     average: Literal["size", "uniform"] = "size"
     mean: tuple[float, float, float] = (0.5, 0.5, 0.5)
     std: tuple[float, float, float] = (0.5, 0.5, 0.5)
+    #: Whether some labels of the training images are unknown to the clients.
+    unknown_labels: bool = False
 
 
 @dataclass(frozen=True)

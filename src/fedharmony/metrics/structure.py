@@ -18,7 +18,12 @@ import numpy.typing as npt
 import torch
 from torch import Tensor
 
-from fedharmony.correlation import CLAMP, EPS, label_correlation, soft_correlation
+from fedharmony.correlation import (
+    label_correlation,
+    pair_correlation,
+    pair_moments,
+    soft_correlation,
+)
 from fedharmony.metrics.multilabel import Array, Doubles, checked_arrays
 
 # Spreads below this are rounding of the matrices, not differences between labels.
@@ -120,13 +125,7 @@ def _soft(scores: Tensor, known: npt.NDArray[np.bool_] | None) -> Tensor:
     """Soft correlations; with unknown labels, each entry over the images that know both."""
     if known is None:
         return soft_correlation(scores)
-    mask = torch.from_numpy(known).double()
-    scores = scores * mask
-    images = (mask.mT @ mask).clamp(min=1.0)
-    first = scores.mT @ mask / images  # mean score of c over the images that know c and c'
-    joint = scores.mT @ scores / images
-    spread = (first * (1 - first)).clamp(min=CLAMP * (1 - CLAMP))
-    matrix = (joint - first * first.mT) / ((spread * spread.mT).sqrt() + EPS)
+    matrix, _ = pair_correlation(pair_moments(scores, torch.from_numpy(known)))
     return (matrix + matrix.mT) / 2
 
 
