@@ -729,13 +729,15 @@ def test_sweep_looks_at_known_labels_only(normaliser: Any) -> None:
         rows[-1] = 0
         carry = sweep.fold(carry, shown, known_batch(torch.zeros_like(shown), mask, rows))
     found = sweep.finish(carry, {})
-    assert {n: tuple(t.shape) for n, t in found.items()} == dict(sweep.shapes({}))
+    assert {n: tuple(t.shape) for n, t in found.items()} == {
+        n: form.shape for n, form in sweep.forms({}).items()
+    }
     scores, both = logits.sigmoid().double(), known[:, 1] > 0
     first = corr.soft_correlation(scores[:, :1], normaliser=normaliser)[0, 0]
     pair = corr.soft_correlation(scores[both][:, :2], normaliser=normaliser)
     expected = torch.stack([first, pair[0, 1], first * 0, pair[1, 1], first * 0, first * 0])
     torch.testing.assert_close(found["upper"], expected.float(), rtol=1e-5, atol=1e-6)
-    assert found["images"].tolist() == [6, 4, 0, 4, 0, 0]
+    assert (6 * found["known"]).round().tolist() == [6, 4, 0, 4, 0, 0]
     marginal = torch.stack([scores[:, 0].mean(), scores[both, 1].mean(), first * 0])
     torch.testing.assert_close(found["marginal"], marginal.float())
 
@@ -745,14 +747,15 @@ def test_support_of_a_label_follows_the_images_that_know_it() -> None:
     table = {
         "upper": torch.zeros(1, 6),
         "marginal": torch.full((1, 3), 0.3),
-        "images": torch.tensor([[2.0, 1, 0, 1, 0, 0]]),
+        "known": torch.tensor([[2.0, 1, 0, 1, 0, 0]]) / 50,
         "examples": torch.tensor([50]),
         "round": torch.tensor([0]),
     }
     uploads = method(UNKNOWN)._uploads(table, 1)
     assert uploads.supports is not None
     assert uploads.supports.tolist() == [[True, False, False]]
-    assert uploads.examples is table["images"]
+    assert isinstance(uploads.examples, Tensor)
+    assert uploads.examples.tolist() == [[2, 1, 0, 1, 0, 0]]
 
 
 def test_support_floor_is_half_an_image() -> None:
@@ -829,7 +832,7 @@ def test_a_mask_that_hides_nothing_changes_nothing(normaliser: Any) -> None:
     ]
     plain, other = (Record({PARAMS: state.get(PARAMS)}) for state in states)
     assert largest_difference(plain, other) < 1e-6
-    assert "images" in states[1].get(TABLE)
+    assert "known" in states[1].get(TABLE)
 
 
 def test_unknown_labels_stay_out_of_a_whole_run() -> None:
@@ -903,7 +906,7 @@ def test_misfit_of_known_pairs_only() -> None:
     replies = []
     for client, images in enumerate(([9.0, 9, 0, 9, 0, 0], [9.0] * 6, [9.0, 0, 0, 9, 0, 9])):
         answer = reply(client, 9, matrix(0.1, 0.0, 0.0))
-        told = {**answer.record.get(CORRELATION), "images": torch.tensor(images)}
+        told = {**answer.record.get(CORRELATION), "known": torch.tensor(images) / 9}
         replies.append(replace(answer, record=Record({CORRELATION: told})))
     sent = {k: Record({TEACHER: teacher}) for k in range(3)}
     found = harmony._misfits(replies, sent)

@@ -166,7 +166,7 @@ class Assembly:
         )
         transport: Transport = InProcess(cohort, self.stack_rule(), tick)
         if crew().size > 1:
-            join(self.device)
+            join(self.device, self.settings.engine.wait_s)
             transport = Processes(transport, crew(), self.device)
         return Federation(
             method=self.method,

@@ -140,6 +140,7 @@ class EngineSettings:
         threads: CPU threads; none keeps torch's choice.
         tf32: matrix products on CUDA with shorter mantissas: faster, less exact.
         memory_mb: what clients keep between rounds is on disk; this much of it also in memory.
+        wait_s: of several processes, how many seconds one waits for another in an exchange.
     """
 
     device: str = "auto"
@@ -153,6 +154,7 @@ class EngineSettings:
     threads: Annotated[int, Ge(1)] | None = None
     tf32: bool = False
     memory_mb: Annotated[int, Ge(0)] = 1024
+    wait_s: Annotated[float, Gt(0), Le(10**6)] = 1800.0
 
 
 @dataclass(frozen=True)

@@ -62,7 +62,7 @@ from fedharmony.methods.base import (
     stacked,
 )
 from fedharmony.rng import derived_seed
-from fedharmony.types import Record, Reply, Tensors
+from fedharmony.types import Form, Record, Reply, Tensors
 
 CORRELATION = "correlation"  # reply: R_k (upper triangle) and p̂_k
 TEACHER = "teacher"  # message: R*_k, which entries are known, clusters, λ_t
@@ -124,7 +124,7 @@ class FedHarmony(Method):
             quality_min_examples: smaller clients get the cohort's mean discrepancy.
 
         Where labels are unknown, each pair of labels is estimated over the images on which both are
-        known, and clients say how many these are: n of a pair, in ``kappa``, ``min_examples`` and
+        known, and clients say what share these are: n of a pair, in ``kappa``, ``min_examples`` and
         ``min_support``, is that number.
         """
 
@@ -242,7 +242,7 @@ class FedHarmony(Method):
     def sweep(self, reads: Literal["outputs", "labels"] = "outputs") -> Sweep:
         """p̂_k and R_k over the whole local set; ``labels`` instead of scores for a cold start.
 
-        Where labels are unknown, with the number of images behind each entry.
+        Where labels are unknown, with the share of the images that each entry stands on.
         """
         classes, unknown = self.task.classes, self.task.unknown_labels
 
@@ -265,23 +265,24 @@ class FedHarmony(Method):
 
         def finish(carry: Tensors, params: Mapping[str, Tensor]) -> Tensors:
             means = carry["sums"] / carry["rows"].clamp(min=1.0)
-            if not unknown:
+            told: Tensors = {}
+            if unknown:
+                pairs = corr.PairMoments(means)
+                matrix, marginal = corr.pair_correlation(pairs, **self.options)[0], pairs.marginal
+                told = {"known": corr.pack_upper(pairs.known).float()}
+            else:
                 moments = corr.Moments(means)
-                upper = corr.pack_upper(corr.correlation(moments, **self.options))
-                return {"upper": upper.float(), "marginal": moments.first.float()}
-            pairs = corr.PairMoments(means)
-            matrix, _ = corr.pair_correlation(pairs, **self.options)
-            images = corr.PairMoments(carry["sums"]).known
-            return {
-                "upper": corr.pack_upper(matrix).float(),
-                "marginal": pairs.marginal.float(),
-                "images": corr.pack_upper(images).float(),
-            }
+                matrix, marginal = corr.correlation(moments, **self.options), moments.first
+            upper = corr.pack_upper(matrix).float().clamp(-1, 1)  # beyond by rounding at most
+            return {"upper": upper, "marginal": marginal.float(), **told}
 
-        shapes = {"upper": (self.triangle,), "marginal": (classes,)}
+        forms = {
+            "upper": Form((self.triangle,), low=-1, high=1),
+            "marginal": Form((classes,), low=0, high=1),
+        }
         if unknown:
-            shapes["images"] = (self.triangle,)
-        return Sweep(CORRELATION, reads, start, fold, finish, lambda params: shapes)
+            forms["known"] = Form((self.triangle,), low=0, high=1)
+        return Sweep(CORRELATION, reads, start, fold, finish, lambda params: forms)
 
     def stages(self, round: int) -> Sequence[Stage]:
         """``update``; before it, in round 0 or each round, ``correlate`` where a setting asks."""
@@ -324,7 +325,7 @@ class FedHarmony(Method):
         examples, marginals = table["examples"], table["marginal"]
         told = examples.unsqueeze(-1)
         if self.task.unknown_labels:
-            examples = table["images"]
+            examples = (told * table["known"]).round()
             told = corr.Triangle(self.task.classes, examples.device).diagonal(examples)
         # Nothing is at least half of one image of none: 0.5 / 0 is infinite.
         supports = marginals >= (0.5 / told).clamp(min=self.config.min_support)
@@ -523,10 +524,8 @@ class FedHarmony(Method):
                 for name in ("matrix", "known", "clusters")
             )
             if self.task.unknown_labels:
-                images = [
-                    r.record.get(CORRELATION)["images"] for r in replies[start : start + step]
-                ]
-                known = known & triangle.square(torch.stack(images) > 0)
+                shares = [r.record.get(CORRELATION)["known"] for r in replies[start : start + step]]
+                known = known & triangle.square(torch.stack(shares) > 0)
             pairs = corr.pair_mask(clusters, known, diagonal=self.config.diagonal)
             local = triangle.square(upper).double()
             misfits = self.discrepancy(local, matrix.double(), pairs)
