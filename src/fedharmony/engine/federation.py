@@ -42,6 +42,8 @@ class FederationSettings:
             gives large clients weight ∝ n²; that is what the FedHarmony paper prints.
         drop_rate: chance that a selected client is lost after it received its message.
         max_failures: a round in which a larger share of the asked clients fails stops the run.
+        central: one party trains, on all images with all their labels; a round sees as many images
+            as the cohort would have trained on. For "fedavg" only.
     """
 
     participation: Annotated[float, Gt(0), Le(1)] = 0.5
@@ -50,6 +52,7 @@ class FederationSettings:
     average: Literal["size", "uniform"] = "size"
     drop_rate: Annotated[float, Ge(0), Lt(1)] = 0.0
     max_failures: Annotated[float, Ge(0), Le(1)] = 0.5
+    central: bool = False
 
 
 @dataclass

@@ -21,14 +21,15 @@ from fedharmony.data.base import DataSet, LabelledImages, TensorImages, datasets
 from fedharmony.data.cache import MappedImages
 from fedharmony.engine.checkpoint import digest
 from fedharmony.engine.cohort import Cohort
-from fedharmony.engine.federation import Event, Federation
+from fedharmony.engine.federation import Event, Federation, FederationSettings
 from fedharmony.engine.memory import ClientMemory
+from fedharmony.engine.optimise import TrainSettings
 from fedharmony.engine.room import StackRule, Trial
-from fedharmony.engine.sampling import cohort_size, draw_schedule
+from fedharmony.engine.sampling import cohort_size, draw_schedule, gathered_rounds
 from fedharmony.engine.training import Means
 from fedharmony.errors import CheckpointError, ConfigError, FedHarmonyError
 from fedharmony.experiments.folder import RunFolder, jsonable
-from fedharmony.experiments.settings import EngineSettings, Settings
+from fedharmony.experiments.settings import CENTRAL_METHOD, EngineSettings, Settings
 from fedharmony.methods.base import Method, Task, methods
 from fedharmony.metrics import (
     MultiLabelResult,
@@ -155,7 +156,7 @@ class Assembly:
             self.method,
             self.data.train,
             self.clients,
-            self.settings.training,
+            self.training,
             self.settings.run.seed,
             self.device,
             self.settings.engine.sweep_batch,
@@ -172,10 +173,22 @@ class Assembly:
             method=self.method,
             transport=transport,
             schedule=self.schedule,
-            settings=self.settings.federation,
+            settings=self.taking_part,
             seed=self.settings.run.seed,
-            epochs=self.settings.train.epochs,
+            epochs=self.training.epochs,
         )
+
+    @property
+    def training(self) -> TrainSettings:
+        """Local training; what one party sees in place of a cohort is counted out already."""
+        training = self.settings.training
+        return replace(training, epochs=1) if self.settings.federation.central else training
+
+    @property
+    def taking_part(self) -> FederationSettings:
+        """Who takes part; one party in place of a cohort does not drop out."""
+        federation = self.settings.federation
+        return replace(federation, drop_rate=0.0) if federation.central else federation
 
     def stack_rule(self) -> StackRule:
         """How many clients train at once: as the settings say, or as a trial shows."""
@@ -234,6 +247,25 @@ def as_clients_see(data: DataSet, partition: Partition, settings: Settings) -> D
     return replace(data, train=train)
 
 
+def in_one_place(
+    settings: Settings, pool: Sequence[Index], schedule: Sequence[Sequence[int]]
+) -> tuple[list[Index], list[list[int]]]:
+    """The rounds of one party with the images of all clients: what each trains on, and cohorts.
+
+    Round t is a client of its own, which nobody remembers: so its images can be counted out.
+    """
+    if settings.method_name != CENTRAL_METHOD:
+        raise ConfigError(
+            f"federation.central = true trains in one place, where {settings.method_name!r} has no "
+            f"meaning. Set run.method = {CENTRAL_METHOD!r}."
+        )
+    sizes = [len(index) for index in pool]
+    rate, seed = settings.federation.drop_rate, settings.run.seed
+    images = np.sort(np.concatenate(pool))
+    rounds = gathered_rounds(images, sizes, schedule, settings.training.epochs, rate, seed)
+    return rounds, [[t] if len(part) else [] for t, part in enumerate(rounds)]
+
+
 def load_data(settings: Settings, observe: Observer, partition_file: Path | None) -> DataSet:
     """The data set; images that must be decoded first say so as events.
 
@@ -281,6 +313,7 @@ def assemble(
         data = replace(data, test=data.train.subset(held))
     backbone = make_backbone(settings, data.train.images.shape)
     run, train, federation = settings.run, settings.training, settings.federation
+    seen = data if federation.central else as_clients_see(data, partition, settings)
     task = Task(
         classes=len(data.classes),
         clients=len(partition.indices),
@@ -297,17 +330,19 @@ def assemble(
         average=federation.average,
         mean=backbone.mean,
         std=backbone.std,
-        unknown_labels=data.train.known is not None or settings.split.common.annotated < 1,
+        unknown_labels=seen.train.known is not None,
     )
     method = methods[settings.method_name](settings.method_config(), task)
     sizes = [len(index) for index in clients]
     holders = sum(size > 0 for size in sizes)
     cohort = cohort_size(holders, federation.participation, federation.cohort)
     schedule = draw_schedule(sizes, run.rounds, cohort, federation.sampling, run.seed)
+    if federation.central:
+        clients, schedule = in_one_place(settings, clients, schedule)
     model = Model(backbone, method.head(backbone.width))
     return Assembly(
         settings=settings,
-        data=as_clients_see(data, partition, settings),
+        data=seen,
         partition=partition,
         clients=clients,
         model=model,
@@ -467,7 +502,7 @@ def start_event(assembly: Assembly, first: int) -> Event:
         "method": settings.method_name,
         "label": settings.label,
         "rounds": settings.run.rounds,
-        "clients": len(assembly.partition.indices),
+        "clients": 1 if settings.federation.central else len(assembly.partition.indices),
         "cohort": len(assembly.schedule[0]),
         "classes": list(data.classes),
         "train_images": len(data.train),
@@ -483,21 +518,37 @@ def start_event(assembly: Assembly, first: int) -> Event:
 
 def matrices(assembly: Assembly, state: Record, structure: StructureResult) -> Tensors:
     """Correlation matrices and label shares for the report."""
-    defined = label_correlation(assembly.data.test.labels)[1]
-    shares = label_shares(assembly.data.train.labels, assembly.partition)
+    test = assembly.data.test
+    defined = label_correlation(test.labels, known=test.known)[1]
     tensors = {
         "true": torch.from_numpy(structure.true_matrix).float(),
         "true_defined": defined.to(torch.uint8),
         "learned": torch.from_numpy(structure.soft_matrix).float(),
         "learned_hard": torch.from_numpy(structure.hard_matrix).float(),
-        "client_label_shares": torch.from_numpy(shares),  # of groups of clients, if there are many
-        "client_sizes": torch.from_numpy(assembly.partition.sizes),
     }
+    if not assembly.settings.federation.central:
+        shares = label_shares(assembly.data.train.labels, assembly.partition)
+        tensors["client_label_shares"] = torch.from_numpy(shares)  # of groups, if there are many
+        tensors["client_sizes"] = torch.from_numpy(assembly.partition.sizes)
     if assembly.data.planted is not None:
         tensors["planted"] = torch.from_numpy(assembly.data.planted).float()
     for name, tensor in assembly.method.artifacts(state).items():
         tensors[name] = tensor.to(torch.uint8) if tensor.dtype == torch.bool else tensor
     return tensors
+
+
+def _known(part: LabelledImages) -> npt.NDArray[np.int64]:
+    """Images on which each label is known."""
+    known = np.ones_like(part.labels) if part.known is None else part.known
+    counts: npt.NDArray[np.int64] = known.sum(axis=0, dtype=np.int64)
+    return counts
+
+
+def _positives(part: LabelledImages) -> npt.NDArray[np.int64]:
+    """Images on which each label is known and present."""
+    present = part.labels if part.known is None else part.labels * part.known
+    counts: npt.NDArray[np.int64] = present.sum(axis=0, dtype=np.int64)
+    return counts
 
 
 def _padding(rounds: Sequence[Event]) -> float | None:
@@ -512,10 +563,10 @@ def summarise(
 ) -> Results:
     """The results file: metrics beside what trivial predictors reach, cost, and identities."""
     settings, data, found = assembly.settings, assembly.data, evaluation.metrics
-    prevalence = data.train.labels.mean(axis=0)
+    prevalence = _positives(data.train) / np.maximum(_known(data.train), 1)
     trivial = trivial_baselines(data.test.labels, settings.metrics, prevalence, data.test.known)
     rounds = [e for e in folder.read_events() if e["event"] == "round"]
-    positives = data.test.labels.sum(axis=0, dtype=np.int64)
+    positives = _positives(data.test)
     results = {
         "method": settings.method_name,
         "label": settings.label,

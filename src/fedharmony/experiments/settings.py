@@ -172,7 +172,7 @@ class TuneSettings:
     rounds: Annotated[int, Ge(1)] | None = None
 
 
-#: What stands for the upper bound in a comparison, and how it trains.
+#: What stands for training in one place in a comparison, and how it trains.
 CENTRAL, CENTRAL_METHOD = "central", "fedavg"
 
 #: Settings of local training that a method may have for itself. Epochs and batch size stay common:
@@ -254,24 +254,16 @@ class Settings:
         return changed
 
     def central(self, seed: int) -> Settings:
-        """The upper bound: one party holds all images.
+        """One party that holds all images, with all their labels, and trains on them in one place.
 
-        Its rounds see as many images as a cohort's would: epochs are scaled by the share of the
-        clients that take part.
+        Its rounds see as many images as the cohorts of the same settings do (``assemble``).
         """
-        share, clients = self.federation.participation, self.split.common.clients
-        if self.federation.cohort is not None:  # of natural users it is a small part: one epoch
-            share = self.federation.cohort / clients if clients is not None else 0.0
-        train = replace(self.train, epochs=max(1, round(self.train.epochs * share)))
-        split = replace(self.split.common, name="iid", clients=1, file=None, transforms=())
-        federation = replace(self.federation, participation=1.0, cohort=None, drop_rate=0.0)
-        changed = replace(
-            self.with_run(CENTRAL_METHOD, seed),
-            split=Component(split, splitters["iid"].Config()),
-            train=train,
-            federation=federation,
+        changed = self.with_run(CENTRAL_METHOD, seed)
+        return replace(
+            changed,
+            federation=replace(self.federation, central=True),
+            run=replace(changed.run, label=CENTRAL),
         )
-        return replace(changed, run=replace(changed.run, label=CENTRAL))
 
     def tree(self) -> Tree:
         """Everything as TOML sections, with the chosen method's settings written out."""
