@@ -334,6 +334,21 @@ def label_correlation(
     (tensor([[1.0000, 0.5774],
             [0.5774, 1.0000]], dtype=torch.float64), [True, True, False])
     """
+    matrix, pairs = label_pairs(labels, known=known)
+    return matrix, pairs.diagonal()
+
+
+def label_pairs(
+    labels: npt.NDArray[Any] | Tensor, *, known: npt.NDArray[np.bool_] | Tensor | None = None
+) -> tuple[Tensor, Tensor]:
+    """:func:`label_correlation`, and which pairs it is defined for, (C, C).
+
+    A pair is, where both labels have a positive and a negative among the images that know both.
+
+    >>> matrix, pairs = label_pairs(np.eye(2, dtype=int), known=np.array([[1, 1], [1, 0]]))
+    >>> pairs.tolist()  # the second label is known once: it does not vary
+    [[True, False], [False, False]]
+    """
     positive = torch.as_tensor(labels)
     if positive.ndim != 2:
         raise DataError(
@@ -361,7 +376,7 @@ def label_correlation(
     # A square root of the product, not a product of roots: exactly 1 on the diagonal.
     root = (scale * scale.mT).sqrt()
     matrix = torch.where(root > 0, (images * both - first * first.mT) / root.clamp_min(1), 0)
-    return matrix, scale.diagonal() > 0
+    return matrix, root > 0
 
 
 AnyMoments = TypeVar("AnyMoments", Moments, PairMoments)

@@ -32,9 +32,11 @@ from fedharmony.experiments.folder import RunFolder, jsonable
 from fedharmony.experiments.settings import CENTRAL_METHOD, EngineSettings, Settings
 from fedharmony.methods.base import Method, Task, methods
 from fedharmony.metrics import (
+    ClientsResult,
     MultiLabelResult,
     ScoreStore,
     StructureResult,
+    evaluate_clients,
     structure_metrics,
     trivial_baselines,
 )
@@ -54,6 +56,8 @@ Results = dict[str, Any]
 EVAL_BATCH = 256
 #: From this many parameters on, compiling pays on a GPU.
 COMPILE_FROM = 1_000_000
+#: Test users times labels up to which each user's metrics are computed: a minute or so.
+MOST_USER_LABELS = 200_000
 
 
 def choose_device(name: str) -> torch.device:
@@ -92,6 +96,7 @@ class Evaluation:
 
     metrics: MultiLabelResult
     structure: StructureResult
+    users: ClientsResult | None = None  # where the test images have owners
 
     def structure_numbers(self) -> dict[str, Any]:
         """The correlation-structure metrics without their matrices."""
@@ -200,8 +205,8 @@ class Assembly:
         return StackRule(engine.stack if self.model.backbone.stackable else 1)
 
     @torch.no_grad()
-    def evaluate(self, state: Record) -> Evaluation:
-        """The global model on the pooled test set."""
+    def evaluate(self, state: Record, by_user: bool = False) -> Evaluation:
+        """The global model on the pooled test set; on request also user by user."""
         store, test = ScoreStore(), self.data.test
         groups, message = (PARAMS, FROZEN, BUFFERS), self.method.evaluation(state)
         params = {n: t.unsqueeze(0) for g in groups for n, t in state.get(g).items()}
@@ -216,7 +221,21 @@ class Assembly:
         scores_seen, targets, known = store.arrays()
         options = self.settings.metrics
         structure = structure_metrics(scores_seen, targets, options.threshold, known)
-        return Evaluation(store.result(options), structure)
+        users = None
+        if by_user and (parts := owners(test)) is not None:
+            users = evaluate_clients(scores_seen, targets, parts, options, known)
+        return Evaluation(store.result(options), structure, users)
+
+
+def owners(test: LabelledImages) -> list[Index] | None:
+    """The test images of each user; None without users, or with too many to look at one by one."""
+    if test.users is None:
+        return None
+    names, user = np.unique(test.users, return_inverse=True)
+    if len(names) * test.labels.shape[1] > MOST_USER_LABELS:
+        return None
+    order = np.argsort(user, kind="stable")
+    return np.split(order, np.cumsum(np.bincount(user))[:-1])
 
 
 def draw_partition(
@@ -239,12 +258,17 @@ def draw_partition(
 
 def as_clients_see(data: DataSet, partition: Partition, settings: Settings) -> DataSet:
     """The training data with each client's own transform, and its own known labels."""
-    train, split = data.train, settings.split.common
-    train = replace(train, images=skewed_images(train.images, partition))
-    if split.annotated < 1:
-        known = client_known(train.labels, partition, split.annotated, split.seed)
-        train = replace(train, known=known if train.known is None else known & train.known)
-    return replace(data, train=train)
+    train = replace(data.train, images=skewed_images(data.train.images, partition))
+    return replace(data, train=as_annotated(train, partition, settings))
+
+
+def as_annotated(train: LabelledImages, partition: Partition, settings: Settings) -> LabelledImages:
+    """The training images with the labels that their owners annotate."""
+    split = settings.split.common
+    if split.annotated == 1:
+        return train
+    known = client_known(train.labels, partition, split.annotated, split.seed)
+    return replace(train, known=known if train.known is None else known & train.known)
 
 
 def in_one_place(
@@ -310,7 +334,8 @@ def assemble(
     clients: Sequence[Index] = partition.indices
     if settings.split.common.holdout > 0:
         clients, held = hold_out(partition, settings.split.common.holdout)
-        data = replace(data, test=data.train.subset(held))
+        # A label that the owner of an image does not annotate cannot serve to choose settings.
+        data = replace(data, test=as_annotated(data.train, partition, settings).subset(held))
     backbone = make_backbone(settings, data.train.images.shape)
     run, train, federation = settings.run, settings.training, settings.federation
     seen = data if federation.central else as_clients_see(data, partition, settings)
@@ -460,7 +485,7 @@ def _rounds(
             return
         if (round + 1) % settings.run.eval_every == 0 or round + 1 == settings.run.rounds:
             clock = time.perf_counter()
-            latest[:] = [assembly.evaluate(state)]
+            latest[:] = [assembly.evaluate(state, by_user=round + 1 == settings.run.rounds)]
             record(latest[0].event(round, time.perf_counter() - clock))
         folder.save_state(round + 1, state, settings)
         memory.commit(round + 1)
@@ -485,7 +510,7 @@ def _rounds(
     if not crew().leads:
         memory.rewind(0)
         return {}
-    evaluation = latest[0] if latest else assembly.evaluate(state)
+    evaluation = latest[0] if latest else assembly.evaluate(state, by_user=True)
     folder.save_tensors("matrices.safetensors", matrices(assembly, state, evaluation.structure))
     record({"event": "finish", "status": "completed", "seconds": time.perf_counter() - began})
     results = summarise(assembly, folder, state, evaluation)
@@ -576,6 +601,9 @@ def summarise(
         "rounds_done": settings.run.rounds,
         "metrics": found.as_dict(),
         "structure": evaluation.structure_numbers(),
+        "per_user": None
+        if evaluation.users is None
+        else {"users": len(evaluation.users.per_client), "mean": evaluation.users.mean},
         "per_label": [
             {"label": name, "ap": ap, "precision": p, "recall": r, "positives": int(n)}
             for name, ap, p, r, n in zip(
