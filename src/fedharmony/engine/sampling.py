@@ -75,8 +75,8 @@ def gathered_rounds(
     images in random order, over and over: all are seen equally often, up to one.
 
     >>> parts = gathered_rounds(range(4), [3, 1], [[0], [0, 1]], epochs=2, drop_rate=0.0, seed=0)
-    >>> [len(part) for part in parts], np.bincount(np.concatenate(parts)).tolist()
-    ([6, 8], [4, 4, 3, 3])
+    >>> [len(part) for part in parts], sorted(np.bincount(np.concatenate(parts)).tolist())
+    ([6, 8], [3, 3, 4, 4])
     """
     images = np.asarray(pool, dtype=np.int64)
     counts = [
