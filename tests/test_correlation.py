@@ -711,14 +711,16 @@ def test_quality_by_hand():
 
 
 def test_small_clients_get_the_mean_quality():
-    """Clients with 50 and 20 images: s = 1, 3, mean 2, deviation 1, so s − mean = −1, 1 and 0 for
+    """Clients with 50 and 10 images: s = 1, 3, mean 2, deviation 1, so s − mean = −1, 1 and 0 for
     the client with 9 images, whatever its own s.
     """
-    weights = quality_weights(torch.tensor([1.0, 3.0, 0.0]), examples=torch.tensor([50, 20, 9]))
+    weights = quality_weights(torch.tensor([1.0, 3.0, 0.0]), examples=torch.tensor([50, 10, 9]))
     powers = [math.e, 1 / math.e, 1.0]
     assert weights.tolist() == pytest.approx([p / sum(powers) for p in powers], abs=1e-15)
     few = quality_weights(torch.tensor([1.0, 3.0]), examples=torch.tensor([9, 1]))
     assert few.tolist() == [0.5, 0.5]
+    alone = quality_weights(torch.tensor([1.0]), examples=torch.tensor([9]))
+    assert alone.tolist() == [1.0]
 
 
 def test_equal_discrepancies_give_uniform_weights():

@@ -805,3 +805,48 @@ def test_known_finite_replies_are_still_looked_at_for_their_range() -> None:
     good["c"] = {"p": torch.tensor([1 + 1e-7])}  # rounding
     assert problem(Record(good), expected, True) is None
     assert problem(Record(good), expected) == "params/w holds a value that is not finite"
+
+
+# -- means of packed replies ----------------------------------------------------------------------
+
+
+def packed(**values: list[float]) -> Packed:
+    layout = Layout.of({name: (len(own),) for name, own in values.items()})
+    row = torch.zeros(layout.length)
+    for name, own in values.items():
+        row[layout.places[name]] = torch.tensor(own)
+    return Packed(layout, row)
+
+
+def test_mean_of_packed_tensors_by_hand() -> None:
+    """(1 · 1 + 3 · 5) / 4 = 4 and (1 · 2 + 3 · 6) / 4 = 5, in one row as long as all are packed."""
+    mean = RunningMean()
+    mean.add(packed(a=[1.0], b=[2.0]), 1.0)
+    mean.add(packed(a=[5.0], b=[6.0]), 3.0)
+    found = mean.result()
+    assert isinstance(found, Packed)
+    assert {name: t.tolist() for name, t in found.items()} == {"a": [4.0], "b": [5.0]}
+
+
+@pytest.mark.parametrize("first", [True, False])
+def test_mean_of_packed_and_other_tensors(first: bool) -> None:
+    """Rows in another order, or no rows at all, are summed by name."""
+    for other in (packed(b=[6.0], a=[5.0]), {"a": torch.tensor([5.0]), "b": torch.tensor([6.0])}):
+        mean = RunningMean()
+        replies: list[tuple[Any, float]] = [(packed(a=[1.0], b=[2.0]), 1.0), (other, 3.0)]
+        for tensors, weight in replies if first else reversed(replies):
+            mean.add(tensors, weight)
+        found = mean.result()
+        assert {name: t.tolist() for name, t in found.items()} == {"a": [4.0], "b": [5.0]}
+        assert found["a"].dtype == torch.float32
+
+
+def test_a_packed_mean_is_the_new_model_as_it_is() -> None:
+    mean = ModelMean()
+    assert mean.clients == 0
+    mean.add(Record({PARAMS: packed(a=[1.0])}), 2.0)
+    assert mean.clients == 1
+    state = mean.update(Record({PARAMS: {"a": torch.zeros(1)}}))
+    assert isinstance(state.get(PARAMS), Packed)
+    more = mean.update(Record({PARAMS: {"a": torch.zeros(1), "kept": torch.ones(1)}}))
+    assert {n: t.tolist() for n, t in more.get(PARAMS).items()} == {"a": [1.0], "kept": [1.0]}

@@ -747,3 +747,10 @@ def test_structure_leaves_out_pairs_that_do_not_vary_where_both_are_known():
     known = np.array([[1, 1], [1, 1], [1, 1], [0, 1]], bool)
     assert structure_metrics(targets * 0.9, targets, known=known).n_pairs == 0
     assert structure_metrics(targets * 0.9, targets).n_pairs == 1
+
+
+@pytest.mark.parametrize("f1_mode", ["of_means", "mean_of_f1"])
+def test_without_a_present_label_means_over_present_labels_are_zero(f1_mode):
+    options = MetricOptions(cr_over="present", f1_mode=f1_mode)
+    result = evaluate([[0.9, 0.1]], [[0, 0]], options)
+    assert (result.cp, result.cr, result.cf1) == (0.0, 0.0, 0.0)
