@@ -489,3 +489,55 @@ def test_sums_that_faded_away_are_unknown():
 def test_sums_of_another_operator_are_refused():
     with pytest.raises(DataError, match=r"'support' over 2 labels hold 3 numbers as 'weight'"):
         ConsensusSums(2, "support").restore(ConsensusSums(2, "mean").tensors())
+
+
+@pytest.mark.parametrize(
+    ("operator", "expected"),
+    [
+        # Entry (0, 1) stands on 30 images of the first client, none of the second, 10 of the third.
+        ("mean", (0.2 + 0.8) / 2),
+        ("size", (30 * 0.2 + 10 * 0.8) / 40),
+        # 30²/(30 + 10) = 22.5 and 10²/20 = 5
+        ("support", (22.5 * 0.2 + 5 * 0.8) / 27.5),
+    ],
+)
+def test_entries_count_by_the_images_behind_them(operator, expected):
+    upper = torch.tensor([[1.0, 0.2, 1.0], [1.0, -0.9, 1.0], [1.0, 0.8, 1.0]])
+    images = torch.tensor([[30.0, 30.0, 40.0], [50.0, 0.0, 50.0], [10.0, 10.0, 0.0]])
+    supports = torch.ones(3, 2, dtype=torch.bool)
+    consensus = consolidate(
+        upper, operator=operator, examples=images, supports=supports, kappa=10, min_examples=5
+    )
+    matrix, known = consensus.full()
+    assert matrix[0, 1].item() == pytest.approx(expected)
+    assert known.all()
+    matrices, known = consensus.without_each([0, 1, 2])
+    assert matrices[:, 0, 1].tolist() == pytest.approx([0.8, expected, 0.2])
+    assert known[:, 0, 1].all()
+
+
+def test_an_entry_that_one_client_knows_is_unknown_without_it():
+    upper = torch.tensor([[1.0, 0.2, 1.0], [1.0, 0.4, 1.0]])
+    images = torch.tensor([[9.0, 9.0, 9.0], [9.0, 0.0, 9.0]])
+    for operator in ("mean", "size"):
+        _, known = consolidate(upper, operator=operator, examples=images).without_each([0, 1])
+        assert known[:, 0, 1].tolist() == [False, True]
+
+
+def test_few_images_of_an_entry_do_not_teach():
+    """``min_examples`` looks at each entry: 4 images of (0, 1) are too few, whatever n is."""
+    upper, support = torch.tensor([[1.0, 0.2, 1.0]]), torch.ones(1, 2, dtype=torch.bool)
+    images = torch.tensor([[90.0, 4.0, 90.0]])
+    _, known = consolidate(upper, examples=images, supports=support, min_examples=5).full()
+    assert known.tolist() == [[True, False], [False, True]]
+
+
+@pytest.mark.parametrize("operator", ["median", "trimmed", "pooled"])
+def test_other_operators_cannot_leave_entries_out(operator):
+    with pytest.raises(ConfigError, match="cannot leave out what a client does not know"):
+        consolidate(
+            torch.ones(2, 3),
+            operator=operator,
+            examples=torch.ones(2, 3),
+            marginals=torch.ones(2, 2),
+        )

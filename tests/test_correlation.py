@@ -14,6 +14,8 @@ from torch import Tensor
 from fedharmony.correlation import (
     Moments,
     MomentsApart,
+    PairMoments,
+    RunningMoments,
     aggregation_weights,
     alpha_schedule,
     correlation,
@@ -21,7 +23,9 @@ from fedharmony.correlation import (
     effective_clients,
     empty_running,
     label_correlation,
+    pair_correlation,
     pair_mask,
+    pair_moments,
     quality_weights,
     running_discrepancy,
     running_step,
@@ -225,7 +229,8 @@ def test_vmap_loop_and_native_stack_agree(normaliser):
         running = empty_running(4, leading=scores.shape[:-2], dtype=F64)
         for _ in range(2):
             valid = weights.sum(-1) > 0
-            estimate, running = running_step(running, score_moments(scores, weights), 0.3, valid)
+            rate = 0.3 * valid
+            estimate, running = running_step(running, score_moments(scores, weights), rate)
         return discrepancy(correlation(estimate, normaliser=normaliser), teacher, pairs)
 
     native = loss(scores, weights)
@@ -446,13 +451,13 @@ def test_batch_without_a_real_row_changes_nothing():
     _, running = running_step(
         empty_running(2, leading=(3,), dtype=F64),
         score_moments(scores, rows),
-        0.5,
-        rows.sum(-1) > 0,
+        update_rate(rows.sum(-1), 8.0),
     )
     assert running.started.tolist() == [True, True, False]
     rows[1] = 0
     scores = draw(3, 4, 2, seed=1).requires_grad_()
-    estimate, after = running_step(running, score_moments(scores, rows), 0.5, rows.sum(-1) > 0)
+    rate = update_rate(rows.sum(-1), 8.0)
+    estimate, after = running_step(running, score_moments(scores, rows), rate)
     assert after.started.tolist() == [True, True, False]
     for old, new, value in zip(running.moments, after.moments, estimate, strict=True):
         assert torch.equal(old[1:], new[1:])
@@ -481,10 +486,127 @@ def test_state_takes_the_precision_of_the_batch():
 
 
 def test_update_rate():
-    assert update_rate(16, 320) == 0.05
-    assert update_rate(16, 10**6) == 16 / 512
-    assert update_rate(16, 10**6, window=10**6) == 1.6e-5
-    assert update_rate(4, 0) == 1.0
+    rows = torch.tensor([16.0, 16.0, 4.0, 1.0, 0.0])
+    spans = torch.tensor([320.0, 512.0, 1.0, 16.0, 16.0])
+    expected = torch.tensor([0.05, 16 / 512, 1.0, 1 / 16, 0.0])
+    assert torch.equal(update_rate(rows, spans), expected)
+
+
+def test_a_short_batch_moves_running_moments_by_its_share():
+    """17 images in batches of 16 and 1: (16 · first + 1 · second) / 17 is their mean, to rounding.
+
+    At the rate of a full batch, 16/17, the one image of the second would all but replace them.
+    """
+    scores = draw(17, 3)
+    whole = score_moments(scores)
+    one, other = empty_running(3, dtype=F64), MomentsApart.empty(3)
+    for batch in (scores[:16], scores[16:]):
+        rate = update_rate(torch.tensor(len(batch), dtype=F64), 17.0)
+        estimate, one = running_step(one, score_moments(batch), rate)
+        _, other = running_discrepancy(
+            batch,
+            torch.ones(len(batch)),
+            other,
+            rate,
+            torch.zeros(3, 3),
+            pair_mask(torch.zeros(3)),
+            6,
+        )
+    torch.testing.assert_close(estimate.values, whole.values, rtol=0, atol=1e-14)
+    torch.testing.assert_close(other.first, whole.first, rtol=0, atol=1e-14)
+    torch.testing.assert_close(other.second, whole.second, rtol=0, atol=1e-14)
+
+
+def test_an_empty_batch_changes_nothing_by_hand_either():
+    scores, pairs, zero = draw(4, 2), pair_mask(torch.zeros(2)), torch.zeros(2, 2)
+    nothing, rows = torch.zeros(4), torch.ones(4)
+    _, empty = running_discrepancy(scores, nothing, MomentsApart.empty(2), 0.0, zero, pairs, 2)
+    assert not empty.started
+    _, begun = running_discrepancy(scores, rows, empty, 0.1, zero, pairs, 2)  # the first one: ω = 1
+    torch.testing.assert_close(begun.first, scores.mean(0))
+    _, after = running_discrepancy(draw(4, 2, seed=1), nothing, begun, 0.0, zero, pairs, 2)
+    assert after.started
+    assert torch.equal(after.first, begun.first)
+    assert torch.equal(after.second, begun.second)
+
+
+# Unknown labels
+
+
+@pytest.mark.parametrize("normaliser", ["phi", "pearson"])
+@pytest.mark.parametrize("seed", range(3))
+def test_pairs_are_estimated_where_both_labels_are_known(seed, normaliser):
+    """Each entry is that of a matrix made of the images alone on which both labels are known."""
+    scores = draw(12, 4, seed=seed)
+    known = draw(12, 4, seed=seed + 10) < 0.6
+    known[:, 3] = False
+    rows = torch.ones(12)
+    rows[10:] = 0
+    known = known & (rows > 0).unsqueeze(-1)
+    moments = pair_moments(scores, known, rows, squares=normaliser == "pearson")
+    matrix, defined = pair_correlation(moments, normaliser=normaliser)
+    assert torch.equal(defined, (known.double().mT @ known.double()) > 0)
+    for a in range(3):
+        torch.testing.assert_close(moments.marginal[a], scores[known[:, a], a].mean())
+        for b in range(3):
+            both = known[:, a] & known[:, b]
+            if both.any():
+                alone = soft_correlation(scores[both][:, [a, b]], normaliser=normaliser)
+                torch.testing.assert_close(matrix[a, b], alone[0, 1], rtol=1e-9, atol=1e-12)
+    assert not matrix[3].any()
+    assert not matrix[:, 3].any()
+    assert moments.marginal[3] == 0
+
+
+@pytest.mark.parametrize("normaliser", ["phi", "pearson"])
+def test_pairs_of_known_labels_are_the_plain_matrix(normaliser):
+    scores = draw(2, 9, 4)
+    moments = pair_moments(scores, torch.ones(2, 9, 4), squares=True)
+    matrix, defined = pair_correlation(moments, normaliser=normaliser)
+    plain = correlation(score_moments(scores), normaliser=normaliser)
+    torch.testing.assert_close(matrix, plain, rtol=1e-10, atol=1e-14)
+    assert defined.all()
+
+
+def test_pairs_of_labels_are_phi_coefficients():
+    labels, known = draw(40, 4) < 0.4, draw(40, 4, seed=1) < 0.7
+    expected, _ = label_correlation(labels, known=known)
+    found, _ = pair_correlation(pair_moments(labels.double(), known), eps=1e-12)
+    torch.testing.assert_close(found, expected, rtol=1e-9, atol=1e-9)
+
+
+@pytest.mark.parametrize("denominator_grad", [True, False])
+def test_unknown_labels_get_no_gradient(denominator_grad):
+    scores = draw(6, 3).requires_grad_()
+    known = draw(6, 3, seed=1) < 0.6
+
+    def total(scores: Tensor) -> Tensor:
+        moments = pair_moments(scores, known, torch.ones(6))
+        matrix, _ = pair_correlation(moments, denominator_grad=denominator_grad)
+        return (matrix * draw(3, 3, seed=2)).sum()
+
+    (gradient,) = torch.autograd.grad(total(scores), scores)
+    assert gradient[known].ne(0).all()
+    assert not gradient[~known].any()
+    if denominator_grad:
+        assert torch.autograd.gradcheck(total, (scores,), eps=1e-6, atol=1e-6)
+
+
+def test_running_pairs_are_the_pairs_of_all_batches():
+    """Batches of 3, 3 and 2 images with other labels known in each: those of all eight together."""
+    scores, known = draw(8, 3), draw(8, 3, seed=5) < 0.5
+    whole = pair_moments(scores, known)
+    classes = 3
+    running = RunningMoments(
+        PairMoments(torch.zeros(3 * classes, classes, dtype=F64)), torch.tensor(False)
+    )
+    seen = 0
+    for part in (slice(0, 3), slice(3, 6), slice(6, 8)):
+        seen += len(scores[part])
+        rate = len(scores[part]) / seen
+        batch = pair_moments(scores[part], known[part])
+        estimate, running = running_step(running, batch, rate)
+    torch.testing.assert_close(estimate.values, whole.values, rtol=0, atol=1e-14)
 
 
 # Pairs and Ψ
@@ -589,14 +711,16 @@ def test_quality_by_hand():
 
 
 def test_small_clients_get_the_mean_quality():
-    """Clients with 50 and 20 images: s = 1, 3, mean 2, deviation 1, so s − mean = −1, 1 and 0 for
+    """Clients with 50 and 10 images: s = 1, 3, mean 2, deviation 1, so s − mean = −1, 1 and 0 for
     the client with 9 images, whatever its own s.
     """
-    weights = quality_weights(torch.tensor([1.0, 3.0, 0.0]), examples=torch.tensor([50, 20, 9]))
+    weights = quality_weights(torch.tensor([1.0, 3.0, 0.0]), examples=torch.tensor([50, 10, 9]))
     powers = [math.e, 1 / math.e, 1.0]
     assert weights.tolist() == pytest.approx([p / sum(powers) for p in powers], abs=1e-15)
     few = quality_weights(torch.tensor([1.0, 3.0]), examples=torch.tensor([9, 1]))
     assert few.tolist() == [0.5, 0.5]
+    alone = quality_weights(torch.tensor([1.0]), examples=torch.tensor([9]))
+    assert alone.tolist() == [1.0]
 
 
 def test_equal_discrepancies_give_uniform_weights():

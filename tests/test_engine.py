@@ -36,7 +36,7 @@ from fedharmony.methods.base import Groups, Reads, Stage, Sweep, methods
 from fedharmony.methods.fedavg import FedAvg
 from fedharmony.models.base import Model
 from fedharmony.rng import numpy_rng
-from fedharmony.types import BUFFERS, PARAMS, Failure, Layout, Packed, Record, Reply, Tensors
+from fedharmony.types import BUFFERS, PARAMS, Failure, Form, Layout, Packed, Record, Reply, Tensors
 from toy import CLASSES, Toy, largest_difference, same_bits, split, toy_data
 
 # -- local training -------------------------------------------------------------------------------
@@ -191,7 +191,10 @@ class Probe(FedAvg):
             start,
             fold,
             lambda carry, params: carry,
-            lambda params: {"sum": (), "rows": ()},
+            lambda params: {
+                "sum": Form((), torch.float64),
+                "rows": Form(()),
+            },
             limit=self.limit,
         )
 
@@ -248,7 +251,7 @@ def test_a_sweep_during_training_folds_each_image_of_the_last_epoch_once(means: 
                 lambda params: zero,
                 fold,
                 lambda carry, params: carry,
-                lambda params: {"rows": (), "labels": (CLASSES,)},
+                lambda params: {"rows": Form(()), "labels": Form((CLASSES,))},
                 during_training=True,
             )
 
@@ -618,7 +621,7 @@ def test_drop_outs_are_not_failures() -> None:
 
 def test_problem_accepts_a_good_record() -> None:
     record = Record({"g": {"x": torch.ones(2), "n": torch.ones(2, dtype=torch.int64)}})
-    assert problem(record, {"g": {"x": (2,), "n": (2,)}}) is None
+    assert problem(record, {"g": {"x": Form((2,)), "n": Form((2,), torch.int64)}}) is None
 
 
 # -- records on disk ------------------------------------------------------------------------------
@@ -713,7 +716,7 @@ def test_no_room_for_a_checkpoint_keeps_the_last_good_one(tmp_path: Path) -> Non
 
 def test_packed_replies_are_checked_like_others() -> None:
     """One row per client: same names and shapes in any order, or a reason why not."""
-    expected = {PARAMS: {"w": (2, 3), "b": (3,)}}
+    expected = {PARAMS: {"w": Form((2, 3)), "b": Form((3,))}}
 
     def reason(finite: bool | None = None, value: float = 0.0, **shapes: tuple[int, ...]) -> Any:
         layout = Layout.of(shapes)
@@ -735,3 +738,167 @@ def test_one_tensor_under_two_names_is_saved() -> None:
     state = Record({"params": {"w": tied, "copy": tied}, "own": {"part": tied[1:]}})
     again = from_bytes(to_bytes(state))
     assert digest(again) == digest(state)
+
+
+# -- replies that lie -----------------------------------------------------------------------------
+
+
+@dataclass
+class Altered:
+    """A transport that changes the replies of client 1."""
+
+    inner: Any
+    change: Any
+
+    @property
+    def sizes(self) -> Any:
+        return self.inner.sizes
+
+    def exchange(self, stage: Stage, round: int, messages: Any) -> Iterator[Reply | Failure]:
+        for answer in self.inner.exchange(stage, round, messages):
+            if answer.client != 1:
+                yield answer
+            else:
+                yield from self.change(answer)
+
+
+def with_params(change: Any) -> Any:
+    def altered(reply: Reply) -> Iterator[Reply]:
+        params = {n: change(t) for n, t in reply.record.get(PARAMS).items()}
+        yield replace(reply, record=reply.record.replace({PARAMS: params}), finite=None)
+
+    return altered
+
+
+def with_scalars(**scalars: Any) -> Any:
+    return lambda reply: [replace(reply, record=reply.record.replace(scalars=scalars))]
+
+
+def with_group(group: str, **tensors: Any) -> Any:
+    def altered(reply: Reply) -> Iterator[Reply]:
+        before = dict(reply.record.get(group))
+        new = before | {n: made(before.get(n)) for n, made in tensors.items()}
+        yield replace(reply, record=reply.record.replace({group: new}))
+
+    return altered
+
+
+LIES: Mapping[str, tuple[str, Any, str]] = {
+    "float64": ("fedavg", with_params(lambda t: t.double()), "is of torch.float64, expected"),
+    "half": ("fedavg", with_params(lambda t: t.half()), "is of torch.float16, expected"),
+    "int": ("fedavg", with_params(lambda t: t.long()), "is of torch.int64, expected"),
+    "complex": ("fedavg", with_params(lambda t: t + 0j), "is of torch.complex64, expected"),
+    "huge": ("fedavg", with_params(lambda t: t * 1e30), "the square of a number above 1.8e+19"),
+    "fewer than none": ("fedavg", lambda r: [replace(r, examples=-5)], "claims -5 images"),
+    "too many": ("fedavg", lambda r: [replace(r, examples=10**9)], "images, and announced 7"),
+    "another's": ("fedavg", lambda r: [replace(r, client=0)], "answered already"),
+    "twice": ("fedavg", lambda r: [r, r], "answered already"),
+    "silent": ("fedavg", lambda r: [], "it did not answer"),
+    "steps": ("fednova", with_scalars(steps=10**9), "it claims 1000000000 steps; 0 to 4"),
+    "no steps back": ("fednova", with_scalars(steps=-1), "it claims -1 steps"),
+    "half a step": ("fednova", with_scalars(steps=0.5), "it claims 0.5 steps"),
+    "word": ("fedavg", with_scalars(loss="low"), "loss is 'low', no finite number"),
+    "nan loss": ("fedavg", with_scalars(loss=math.nan), "loss is nan"),
+    "buffer": (
+        "fedavg",
+        with_group(BUFFERS, spare=lambda _: torch.ones(1)),
+        "'buffers' has missing or unexpected tensors: spare",
+    ),
+    "group": ("fedavg", with_group("gift", x=lambda _: torch.ones(1)), "'gift' was not asked for"),
+    "R": (
+        "fedharmony",
+        with_group("correlation", upper=lambda t: t + 1e30),
+        "correlation/upper holds 1e+30",
+    ),
+    "R above 1": (
+        "fedharmony",
+        with_group("correlation", upper=lambda t: t * 0 + 1.01),
+        "correlation/upper holds 1.01, outside of [-1, 1]",
+    ),
+    "R below -1": (
+        "fedharmony",
+        with_group("correlation", upper=lambda t: t * 0 - 1.01),
+        "correlation/upper holds -1.01, outside of [-1, 1]",
+    ),
+    "marginal": (
+        "fedharmony",
+        with_group("correlation", marginal=lambda t: t - 1),
+        "outside of [0, 1]",
+    ),
+    "R float64": (
+        "fedharmony",
+        with_group("correlation", upper=lambda t: t.double()),
+        "correlation/upper is of torch.float64",
+    ),
+    "fisher": ("fedcurv", with_group("fisher", **{"u.head.bias": lambda t: t - 1}), "[0, inf]"),
+    "pixels": ("fedrdn", with_group("statistics", mean=lambda _: torch.full((3,), 1.5)), "[0, 1]"),
+}
+
+
+@pytest.mark.parametrize("lie", LIES)
+def test_a_reply_that_cannot_be_true_is_left_out_and_named(lie: str) -> None:
+    name, change, reason = LIES[lie]
+    toy = Toy(name, rounds=1)
+    toy.transport = Altered(toy.transport, change)
+    state, events = toy.run()
+    assert any(reason in f["reason"] for f in events[0]["failures"])
+    if lie != "twice":
+        assert 1 not in events[0]["reported"] or name == "fedrdn"
+    assert all(t.isfinite().all() for _, t in state.tensors() if t.is_floating_point())
+
+
+def test_known_finite_replies_are_still_looked_at_for_their_range() -> None:
+    """A stack knows that its values are finite, not that they lie in a range."""
+    expected = {PARAMS: {"w": Form((2,))}, "c": {"p": Form((1,), low=0, high=1)}}
+    good = {PARAMS: {"w": torch.full((2,), torch.inf)}, "c": {"p": torch.tensor([1.0])}}
+    assert problem(Record(good), expected, True) is None
+    good["c"] = {"p": torch.tensor([1.1])}
+    assert problem(Record(good), expected, True) == "c/p holds 1.1, outside of [0, 1]"
+    good["c"] = {"p": torch.tensor([1 + 1e-7])}  # rounding
+    assert problem(Record(good), expected, True) is None
+    assert problem(Record(good), expected) == "params/w holds a value that is not finite"
+
+
+# -- means of packed replies ----------------------------------------------------------------------
+
+
+def packed(**values: list[float]) -> Packed:
+    layout = Layout.of({name: (len(own),) for name, own in values.items()})
+    row = torch.zeros(layout.length)
+    for name, own in values.items():
+        row[layout.places[name]] = torch.tensor(own)
+    return Packed(layout, row)
+
+
+def test_mean_of_packed_tensors_by_hand() -> None:
+    """(1 · 1 + 3 · 5) / 4 = 4 and (1 · 2 + 3 · 6) / 4 = 5, in one row as long as all are packed."""
+    mean = RunningMean()
+    mean.add(packed(a=[1.0], b=[2.0]), 1.0)
+    mean.add(packed(a=[5.0], b=[6.0]), 3.0)
+    found = mean.result()
+    assert isinstance(found, Packed)
+    assert {name: t.tolist() for name, t in found.items()} == {"a": [4.0], "b": [5.0]}
+
+
+@pytest.mark.parametrize("first", [True, False])
+def test_mean_of_packed_and_other_tensors(first: bool) -> None:
+    """Rows in another order, or no rows at all, are summed by name."""
+    for other in (packed(b=[6.0], a=[5.0]), {"a": torch.tensor([5.0]), "b": torch.tensor([6.0])}):
+        mean = RunningMean()
+        replies: list[tuple[Any, float]] = [(packed(a=[1.0], b=[2.0]), 1.0), (other, 3.0)]
+        for tensors, weight in replies if first else reversed(replies):
+            mean.add(tensors, weight)
+        found = mean.result()
+        assert {name: t.tolist() for name, t in found.items()} == {"a": [4.0], "b": [5.0]}
+        assert found["a"].dtype == torch.float32
+
+
+def test_a_packed_mean_is_the_new_model_as_it_is() -> None:
+    mean = ModelMean()
+    assert mean.clients == 0
+    mean.add(Record({PARAMS: packed(a=[1.0])}), 2.0)
+    assert mean.clients == 1
+    state = mean.update(Record({PARAMS: {"a": torch.zeros(1)}}))
+    assert isinstance(state.get(PARAMS), Packed)
+    more = mean.update(Record({PARAMS: {"a": torch.zeros(1), "kept": torch.ones(1)}}))
+    assert {n: t.tolist() for n, t in more.get(PARAMS).items()} == {"a": [1.0], "kept": [1.0]}

@@ -890,7 +890,8 @@ def test_a_reply_must_have_what_the_payload_says() -> None:
         sweep = curv(payload=payload).sweep()
         assert sweep is not None
         sent = sweep.finish({"": torch.tensor(1.0), **params}, params)
-        assert sweep.shapes(params) == {n: tuple(t.shape) for n, t in sent.items()}
+        expected = {n: form[:2] for n, form in sweep.forms(params).items()}
+        assert expected == {n: (tuple(t.shape), t.dtype) for n, t in sent.items()}
 
 
 def test_one_kind_of_labels_draws_nothing() -> None:

@@ -198,14 +198,14 @@ def test_loss_is_bce_plus_weighted_discrepancy() -> None:
 
 
 def test_second_batch_uses_running_moments() -> None:
-    """ω = B / n = 4/40: value from 0.9 · first batch + 0.1 · second, whatever the gradient is."""
+    """ω = rows / n = 3/40: value from 37/40 · first batch + 3/40 · second."""
     harmony = method()
     logits, batch, message, carry = loss_inputs(harmony)
     _, carry = harmony.loss(logits, batch, message, carry)
     other = (logits.detach() * -1.5).requires_grad_()
     value, _ = harmony.loss(other, batch, message, carry)
     first, second = (corr.score_moments(z.sigmoid(), batch.rows) for z in (logits, other))
-    mixed = corr.Moments(0.9 * first.values + 0.1 * second.values)
+    mixed = corr.Moments(0.925 * first.values + 0.075 * second.values)
     pairs = message[TEACHER]["known"] & ~torch.eye(3, dtype=torch.bool)
     psi = corr.discrepancy(corr.correlation(mixed), message[TEACHER]["matrix"].double(), pairs)
     expected = binary_cross_entropy(other, batch) + psi
@@ -237,8 +237,12 @@ def test_masking_unseen_labels() -> None:
 
 
 def test_warm_up() -> None:
-    weights = [method(align_weight=3.0).align_weight(t) for t in (1, 2, 3, 9)]
-    assert weights == pytest.approx([1.0, 2.0, 3.0, 3.0])
+    """⅓, ⅔, 1 of λ from the first round that has a teacher: round 1, or 0 if one is asked for."""
+    for settings in ({}, {"cold_start": "labels"}, {"teacher": "this_round"}):
+        harmony = method(align_weight=3.0, **settings)
+        first = 0 if settings else 1
+        weights = [harmony.align_weight(first + t) for t in (0, 1, 2, 9)]
+        assert weights == pytest.approx([1.0, 2.0, 3.0, 3.0])
     assert method(align_weight=3.0, warmup_rounds=0).align_weight(1) == 3.0
     assert method(align=False).align_weight(5) == 0.0
 
@@ -722,3 +726,272 @@ def test_more_pairs_than_the_machine_can_hold(monkeypatch: pytest.MonkeyPatch) -
     FedHarmony(FedHarmony.Config(), task)
     with pytest.raises(ConfigError, match=r"51 labels need about 0 GB"):
         FedHarmony(FedHarmony.Config(), replace(task, classes=51))
+
+
+# -- unknown labels --------------------------------------------------------------------------------
+
+UNKNOWN = replace(TASK, unknown_labels=True)
+
+
+def known_batch(labels: Tensor, known: Tensor, rows: Tensor | None = None) -> Batch:
+    rows = torch.ones(len(labels)) if rows is None else rows
+    known = known * rows[:, None]
+    return Batch(labels * known, rows, known, known=known)
+
+
+@pytest.mark.parametrize("normaliser", ["phi", "pearson"])
+def test_sweep_looks_at_known_labels_only(normaliser: Any) -> None:
+    """Label 2 is never known, label 1 on four of six images, by two batches; a padding row."""
+    logits = torch.randn(6, 3, generator=torch.Generator().manual_seed(1))
+    known = torch.tensor([[1.0, 1, 0], [1, 0, 0], [1, 1, 0], [1, 1, 0], [1, 0, 0], [1, 1, 0]])
+    harmony = method(UNKNOWN, normaliser=normaliser)
+    sweep = harmony.sweep()
+    carry = sweep.start({})
+    for part in (slice(0, 4), slice(4, 6)):
+        shown = torch.cat([logits[part], torch.full((1, 3), 9.0)])
+        mask = torch.cat([known[part], torch.ones(1, 3)])
+        rows = torch.ones(len(shown))
+        rows[-1] = 0
+        carry = sweep.fold(carry, shown, known_batch(torch.zeros_like(shown), mask, rows))
+    found = sweep.finish(carry, {})
+    assert {n: tuple(t.shape) for n, t in found.items()} == {
+        n: form.shape for n, form in sweep.forms({}).items()
+    }
+    scores, both = logits.sigmoid().double(), known[:, 1] > 0
+    first = corr.soft_correlation(scores[:, :1], normaliser=normaliser)[0, 0]
+    pair = corr.soft_correlation(scores[both][:, :2], normaliser=normaliser)
+    expected = torch.stack([first, pair[0, 1], first * 0, pair[1, 1], first * 0, first * 0])
+    torch.testing.assert_close(found["upper"], expected.float(), rtol=1e-5, atol=1e-6)
+    assert (6 * found["known"]).round().tolist() == [6, 4, 0, 4, 0, 0]
+    marginal = torch.stack([scores[:, 0].mean(), scores[both, 1].mean(), first * 0])
+    torch.testing.assert_close(found["marginal"], marginal.float())
+
+
+def test_support_of_a_label_follows_the_images_that_know_it() -> None:
+    """p̂ = 0.3 counts from 0.5 / n_c on: n_c = 2 gives 0.25, n_c = 1 gives 0.5, n_c = 0 never."""
+    table = {
+        "upper": torch.zeros(1, 6),
+        "marginal": torch.full((1, 3), 0.3),
+        "known": torch.tensor([[2.0, 1, 0, 1, 0, 0]]) / 50,
+        "examples": torch.tensor([50]),
+        "round": torch.tensor([0]),
+    }
+    uploads = method(UNKNOWN)._uploads(table, 1)
+    assert uploads.supports is not None
+    assert uploads.supports.tolist() == [[True, False, False]]
+    assert isinstance(uploads.examples, Tensor)
+    assert uploads.examples.tolist() == [[2, 1, 0, 1, 0, 0]]
+
+
+def test_support_floor_is_half_an_image() -> None:
+    """Of n = 10 images a label counts from p̂ = 1/(2n) = 0.05 on, not from 1/n = 0.1."""
+    table = {
+        "upper": torch.zeros(1, 6),
+        "marginal": torch.tensor([[0.049, 0.051, 0.099]]),
+        "examples": torch.tensor([10]),
+        "round": torch.tensor([0]),
+    }
+    uploads = method()._uploads(table, 1)
+    assert uploads.supports is not None
+    assert uploads.supports.tolist() == [[False, True, True]]
+    table["examples"] = torch.tensor([10**6])  # then the setting: 1e-3
+    table["marginal"] = torch.tensor([[0.0009, 0.0011, 0.5]])
+    uploads = method()._uploads(table, 1)
+    assert uploads.supports is not None
+    assert uploads.supports.tolist() == [[False, True, True]]
+
+
+def unknown_loss(
+    harmony: FedHarmony, logits: Tensor, known: Tensor | None, batches: int = 2
+) -> tuple[Tensor, dict[str, Tensor]]:
+    """The loss of the last of several equal batches."""
+    *_, message, carry = loss_inputs(harmony)
+    labels = torch.zeros_like(logits)
+    if known is None:
+        batch = Batch(labels, torch.ones(len(logits)), torch.ones_like(logits))
+    else:
+        batch = known_batch(labels, known)
+    for _ in range(batches):
+        value, carry = harmony.loss(logits, batch, message, carry)
+    return value, carry
+
+
+@pytest.mark.parametrize("estimator", ["running", "batch"])
+@pytest.mark.parametrize("normaliser", ["phi", "pearson"])
+def test_unknown_labels_have_no_part_in_the_loss(estimator: Any, normaliser: Any) -> None:
+    """Neither their scores change it, nor do they get a gradient; known ones are aligned."""
+    harmony = method(UNKNOWN, estimator=estimator, normaliser=normaliser, align_weight=4.0)
+    plain = method(UNKNOWN, align=False)
+    generator = torch.Generator().manual_seed(2)
+    logits = torch.randn(5, 3, generator=generator, dtype=torch.float64, requires_grad=True)
+    known = torch.tensor([[1.0, 1, 0], [1, 1, 1], [1, 0, 1], [1, 1, 0], [1, 1, 1]])
+    value, _ = unknown_loss(harmony, logits, known)
+    (gradient,) = torch.autograd.grad(value, logits)
+    assert not gradient[known == 0].any()
+    (fit,) = torch.autograd.grad(unknown_loss(plain, logits, known)[0], logits)
+    assert (gradient - fit)[known == 1].abs().max() > 1e-3
+    other = torch.where(known == 1, logits, 7.0)
+    assert unknown_loss(harmony, other, known)[0].item() == value.item()
+
+
+def test_a_label_that_is_never_known_is_not_aligned() -> None:
+    """Known pairs of the teacher are (0, 1) and (1, 2); without label 2 Ψ is that of (0, 1)."""
+    logits = torch.randn(4, 3, generator=torch.Generator().manual_seed(4), dtype=torch.float64)
+    known = torch.tensor([[1.0, 1, 0]] * 4)
+    harmony = method(UNKNOWN, align_weight=1.0)
+    value, carry = unknown_loss(harmony, logits, known)
+    local = corr.soft_correlation(logits.sigmoid())
+    fit = binary_cross_entropy(logits, known_batch(torch.zeros_like(logits), known))
+    assert value.item() == pytest.approx(fit.item() + (local[0, 1].item() - 0.4) ** 2, rel=1e-5)
+    assert carry["pairs"][1, 2]
+
+
+@pytest.mark.parametrize("normaliser", ["phi", "pearson"])
+def test_a_mask_that_hides_nothing_changes_nothing(normaliser: Any) -> None:
+    """Three rounds with every label marked as known, and without a mask: equal up to rounding."""
+    data = toy_data(60)
+    masked = replace(data, known=np.ones(data.labels.shape, bool))
+    settings = {"normaliser": normaliser, "align_weight": 3.0}
+    states = [
+        Toy("fedharmony", settings, dtype=torch.float64, data=d).run()[0] for d in (data, masked)
+    ]
+    plain, other = (Record({PARAMS: state.get(PARAMS)}) for state in states)
+    assert largest_difference(plain, other) < 1e-6
+    assert "known" in states[1].get(TABLE)
+
+
+def test_unknown_labels_stay_out_of_a_whole_run() -> None:
+    """Clients that never know labels 4 and 5: their scores are not moved, nor their entries told.
+
+    With other images and labels in the place of the unknown ones, the run has the same bits.
+    """
+    data = toy_data(60)
+    known = np.ones(data.labels.shape, bool)
+    known[:, 4:] = False
+    known[::3, 1] = False
+    hidden = np.where(known, data.labels, 1 - data.labels)
+    settings = {"align_weight": 5.0, "cold_start": "labels", "groups": 1}
+    runs = [
+        Toy("fedharmony", settings, data=replace(data, labels=labels, known=known))
+        for labels in (data.labels, hidden)
+    ]
+    states = [toy.run()[0] for toy in runs]
+    assert same_bits(*states)
+    before, after = runs[0].initial().get(PARAMS), states[0].get(PARAMS)
+    for name in ("head.weight", "head.bias"):
+        assert torch.equal(before[name][4:], after[name][4:])
+        assert not torch.equal(before[name][:4], after[name][:4])
+    matrix, told = runs[0].method.consensus(states[0], 3).full()
+    assert not told[4:].any()
+    assert not matrix[4:].any()
+    assert told[0, 2]
+
+
+def test_label_cold_start_counts_known_labels_only() -> None:
+    """Each client knows half of the labels: the consensus is near φ, not near 0."""
+    data = toy_data(4000)
+    sizes = [200] * 20
+    rng = np.random.default_rng(0)
+    known = np.zeros(data.labels.shape, bool)
+    for k in range(20):
+        known[200 * k : 200 * (k + 1), rng.permutation(CLASSES)[:3]] = True
+    toy = Toy(
+        "fedharmony",
+        {"cold_start": "labels"},
+        sizes=sizes,
+        data=replace(data, known=known),
+    )
+    stage = toy.method.stages(0)[0]
+    sent = stage.broadcast(toy.initial(), 0, range(20))
+    replies = iter(toy.transport.exchange(stage, 0, sent))
+    state = stage.aggregate(toy.initial(), 0, sent, replies).state
+    matrix, told = toy.method.consensus(state, 0).full()
+    truth, _ = corr.label_correlation(data.labels)
+    off = told & ~torch.eye(CLASSES, dtype=torch.bool)
+    assert off.sum() == CLASSES * (CLASSES - 1)
+    assert (matrix - truth)[off].square().mean().sqrt() < 0.04
+    assert truth[off].abs().mean() > 0.2
+
+
+@pytest.mark.parametrize("operator", ["pooled", "median", "trimmed"])
+def test_operators_without_a_form_for_unknown_labels_are_refused(operator: Any) -> None:
+    with pytest.raises(ConfigError, match="some labels of the training images are unknown"):
+        method(UNKNOWN, consensus=operator)
+
+
+def test_misfit_of_known_pairs_only() -> None:
+    """Client 0 does not know label 2: its s is that of (0, 1) alone, 0.3² = 0.09."""
+    harmony = method(UNKNOWN, groups=1)
+    teacher = {
+        "matrix": matrix(0.4, 0.4, 0.4),
+        "known": torch.ones(3, 3, dtype=torch.bool),
+        "clusters": torch.zeros(3, dtype=torch.int64),
+        "weight": torch.tensor(1.0),
+    }
+    replies = []
+    for client, images in enumerate(([9.0, 9, 0, 9, 0, 0], [9.0] * 6, [9.0, 0, 0, 9, 0, 9])):
+        answer = reply(client, 9, matrix(0.1, 0.0, 0.0))
+        told = {**answer.record.get(CORRELATION), "known": torch.tensor(images) / 9}
+        replies.append(replace(answer, record=Record({CORRELATION: told})))
+    sent = {k: Record({TEACHER: teacher}) for k in range(3)}
+    found = harmony._misfits(replies, sent)
+    assert found[:2] == pytest.approx([0.09, (0.09 + 0.16 + 0.16) / 3])
+    assert found[2] is None
+
+
+@pytest.mark.parametrize("operator", ["mean", "size", "support"])
+def test_full_table_of_unknown_labels_folds(operator: Any) -> None:
+    """Two clients fit into the table; what is folded still teaches, and survives a checkpoint."""
+    data = toy_data(60)
+    known = np.random.default_rng(1).random(data.labels.shape) < 0.7
+    settings = {"consensus": operator, "min_examples": 0, "cold_start": "labels"}
+    found = []
+    for capacity in (2, 10**6):
+        toy = Toy("fedharmony", settings, cohort=2, rounds=1, data=replace(data, known=known))
+        toy.method.capacity = capacity
+        found.append(toy)
+        stage = toy.method.stages(0)[0]
+        sent = stage.broadcast(toy.initial(), 0, range(5))
+        state = stage.aggregate(
+            toy.initial(), 0, sent, iter(toy.transport.exchange(stage, 0, sent))
+        ).state
+        assert bool(state.get(FOLDED)) == (capacity == 2)
+        found[-1] = toy.method.consensus(from_bytes(to_bytes(state)), 0).full()
+    torch.testing.assert_close(found[0][0], found[1][0], rtol=0, atol=1e-9)
+    assert torch.equal(found[0][1], found[1][1])
+
+
+def test_unknown_labels_take_room_in_the_table() -> None:
+    assert method().capacity == 2 * method(UNKNOWN).capacity
+
+
+def test_the_loss_knows_how_much_of_a_batch_is_there() -> None:
+    """Five images, B = 4: batches of four and of one leave the moments of all five images."""
+    for many in (10**9, 1):
+        harmony = method()
+        harmony._by_hand = many == 1
+        logits, batch, message, _ = loss_inputs(harmony)
+        view = ClientView(5, torch.tensor([3, 2, 0]))
+        carry = harmony.carry(view, Record(message))
+        other = -logits.detach()
+        scores = torch.cat([logits.detach(), other[:1]]).sigmoid()
+        for z, rows in ((logits, 4), (other, 1)):
+            real = (torch.arange(4) < rows).float()
+            batch = Batch(batch.labels, real, real[:, None].expand(4, 3))
+            _, carry = harmony.loss(z, batch, message, carry)
+        first = carry["first"] if harmony._by_hand else carry["moments"][0]
+        torch.testing.assert_close(first.double(), scores.mean(0), rtol=0, atol=1e-6)
+
+
+@pytest.mark.parametrize("settings", [{"cold_start": "labels"}, {"teacher": "this_round"}])
+def test_what_is_asked_before_training_is_as_old_as_the_round_before(settings: Any) -> None:
+    """Matrices asked for in round t count whole in round t, and once decayed in round t + 1."""
+    toy = Toy("fedharmony", settings, rounds=1)
+    stage = toy.method.stages(0)[0]
+    sent = stage.broadcast(toy.initial(), 0, range(5))
+    replies = iter(toy.transport.exchange(stage, 0, sent))
+    state = stage.aggregate(toy.initial(), 0, sent, replies).state
+    table = state.get(TABLE)
+    assert table["round"].tolist() == [-1] * 5
+    ages = [toy.method._uploads(table, round).ages for round in (0, 1, 2)]
+    assert [age.tolist() for age in ages if isinstance(age, Tensor)] == [[0] * 5, [1] * 5, [2] * 5]

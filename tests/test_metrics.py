@@ -441,6 +441,11 @@ def test_client_mean_skips_undefined_values():
     both = evaluate_clients(scores, targets, [np.array([0, 1]), np.array([2])])
     assert both.mean["mAP"] == 1.0
     assert both.mean["OR"] == 0.5
+    known = np.array([[1], [0], [1]])  # without the first client's negative
+    masked = evaluate_clients(scores, 1 - targets, [np.array([0, 1]), np.array([2])], known=known)
+    assert masked.mean["mAP"] == 1.0
+    assert masked.pooled.n_classes_with_positives == 1
+    assert masked.pooled.map == 0.5  # 0.9 is negative and ranks above the positive at 0.8
     nobody = evaluate_clients(scores, targets * 0, [np.array([0, 1, 2])])
     assert math.isnan(nobody.mean["mAP"])
     with pytest.raises(DataError, match="client 1 has none"):
@@ -698,6 +703,54 @@ def test_structure_compares_a_pair_where_both_labels_are_known():
             for name in ("soft_matrix", "hard_matrix", "true_matrix"):
                 pair = getattr(alone, name)[0, 1]
                 assert getattr(result, name)[c, d] == pytest.approx(pair, abs=1e-9), name
+    entries = [
+        (a.soft_matrix[0, 1], a.hard_matrix[0, 1], a.true_matrix[0, 1])
+        for c in range(4)
+        for d in range(c + 1, 4)
+        for both in [known[:, c] & known[:, d]]
+        for a in [structure_metrics(scores[both][:, [c, d]], targets[both][:, [c, d]])]
+    ]
+    soft, hard, true = np.array(entries).T
+    assert result.n_pairs == 6
+    assert result.soft_rmse == pytest.approx(np.sqrt(np.mean((soft - true) ** 2)), abs=1e-9)
+    assert result.hard_rmse == pytest.approx(np.sqrt(np.mean((hard - true) ** 2)), abs=1e-9)
     whole = structure_metrics(scores, targets, known=np.ones_like(known))
     plain = structure_metrics(scores, targets)
     assert whole.soft_rmse == pytest.approx(plain.soft_rmse, abs=1e-12)
+
+
+def test_structure_leaves_out_pairs_that_are_never_known_together():
+    """Labels 0 and 1 on the first half, 2 and 3 on the second: 2 pairs of 6 can be compared.
+
+    The others are 0 on every side and would count as exact matches.
+    """
+    scores, targets = random_case(80, 4, "metrics/structure apart")
+    known = np.zeros(targets.shape, bool)
+    known[:40, :2] = known[40:, 2:] = True
+    result = structure_metrics(scores, targets, known=known)
+    halves = [
+        structure_metrics(scores[:40, :2], targets[:40, :2]),
+        structure_metrics(scores[40:, 2:], targets[40:, 2:]),
+    ]
+    assert result.n_pairs == 2
+    for name in ("soft_rmse", "hard_rmse"):
+        expected = math.sqrt(np.mean([getattr(half, name) ** 2 for half in halves]))
+        assert getattr(result, name) == pytest.approx(expected, abs=1e-9)
+    for name in ("soft_mean_abs", "hard_mean_abs", "true_mean_abs"):
+        expected = np.mean([getattr(half, name) for half in halves])
+        assert getattr(result, name) == pytest.approx(expected, abs=1e-9)
+
+
+def test_structure_leaves_out_pairs_that_do_not_vary_where_both_are_known():
+    """Label 1 varies, but not among the images that know label 0 as well."""
+    targets = np.array([[1, 0], [0, 0], [1, 0], [0, 1]])
+    known = np.array([[1, 1], [1, 1], [1, 1], [0, 1]], bool)
+    assert structure_metrics(targets * 0.9, targets, known=known).n_pairs == 0
+    assert structure_metrics(targets * 0.9, targets).n_pairs == 1
+
+
+@pytest.mark.parametrize("f1_mode", ["of_means", "mean_of_f1"])
+def test_without_a_present_label_means_over_present_labels_are_zero(f1_mode):
+    options = MetricOptions(cr_over="present", f1_mode=f1_mode)
+    result = evaluate([[0.9, 0.1]], [[0, 0]], options)
+    assert (result.cp, result.cr, result.cf1) == (0.0, 0.0, 0.0)

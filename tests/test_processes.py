@@ -6,13 +6,16 @@ import json
 import socket
 import subprocess
 import sys
+from datetime import timedelta
 from pathlib import Path
 from typing import Any
 
 import pytest
 import torch
 
-from fedharmony.transport.processes import _pack, _unpack
+from fedharmony.errors import ClientLimitError
+from fedharmony.methods.base import Outcome, Stage
+from fedharmony.transport.processes import Crew, Processes, _pack, _unpack, join
 from fedharmony.types import Failure, Record, Reply
 
 SMALL = [
@@ -84,3 +87,34 @@ def test_only_runs_are_shared(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -
     monkeypatch.setenv("WORLD_SIZE", "2")
     assert "works in one process" in refuse(tmp_path, "compare", "demo")
     assert "works in one process" in refuse(tmp_path, "tune", "demo")
+
+
+def test_a_process_that_does_not_answer_ends_the_run(monkeypatch: pytest.MonkeyPatch) -> None:
+    def broadcast(tensor: Any, owner: int) -> None:
+        raise RuntimeError("Timed out waiting 2000ms for recv operation to complete")
+
+    class Nobody:
+        sizes = (3, 3)
+
+        def exchange(self, *arguments: Any) -> Any:
+            return iter(())
+
+    monkeypatch.setattr(torch.distributed, "broadcast", broadcast)
+    two = Processes(Nobody(), Crew(0, 2), torch.device("cpu"))
+    stage = Stage("update", lambda *a: {}, lambda *a: Outcome(Record()))
+    with pytest.raises(
+        ClientLimitError, match=r"Process 1 did not send the answer of client 1"
+    ) as e:
+        list(two.exchange(stage, 4, {1: Record()}))
+    assert "engine.wait_s" in str(e.value)
+    assert "The state after 4 rounds is saved" in str(e.value)
+
+
+def test_processes_wait_as_long_as_they_are_told(monkeypatch: pytest.MonkeyPatch) -> None:
+    asked: list[Any] = []
+    monkeypatch.setattr(torch.distributed, "is_initialized", lambda: False)
+    monkeypatch.setattr(
+        torch.distributed, "init_process_group", lambda *a, **options: asked.append((a, options))
+    )
+    join(torch.device("cpu"), 2.5)
+    assert asked == [(("gloo",), {"timeout": timedelta(seconds=2.5)})]

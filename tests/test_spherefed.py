@@ -332,7 +332,9 @@ def test_calibration_by_hand() -> None:
     sums = sweep.finish(carry, {})
     assert sums["a"].tolist() == [2, 0, 2]
     assert sums["b"].tolist() == [[1], [1]]
-    assert {n: tuple(t.shape) for n, t in sums.items()} == sweep.shapes({})
+    assert {n: (tuple(t.shape), t.dtype) for n, t in sums.items()} == {
+        n: form[:2] for n, form in sweep.forms({}).items()
+    }
     fixed = {"head.weight": torch.ones(1, 1), "head.bias": torch.zeros(1)}
     reply = Reply(0, 2, Record({SUMS: sums}))
     outcome = sphere.calibrate(Record({FROZEN: fixed}), 3, {}, iter([reply]))
@@ -490,7 +492,9 @@ def test_labels_per_image_by_hand() -> None:
     )
     counts = sweep.finish(sweep.fold(sweep.start({}), batch.labels, batch), {})
     assert {n: float(t) for n, t in counts.items()} == {"labels": 3, "images": 2}
-    assert {n: tuple(t.shape) for n, t in counts.items()} == sweep.shapes({})
+    assert {n: tuple(t.shape) for n, t in counts.items()} == {
+        n: form.shape for n, form in sweep.forms({}).items()
+    }
     other = {"labels": torch.tensor(6.0), "images": torch.tensor(1.0)}
     replies = [Reply(k, 1, Record({COUNTS: c})) for k, c in enumerate((counts, other))]
     state = sphere.count(Record({}, {"kept": 1}), 0, {}, iter(replies)).state

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import tomllib
+from collections.abc import Sequence
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
@@ -12,16 +13,19 @@ import numpy as np
 import pytest
 import torch
 
+import fedharmony
 from fedharmony.config import build
 from fedharmony.errors import CheckpointError, ConfigError
 from fedharmony.experiments import run as runs
 from fedharmony.experiments import tune
 from fedharmony.experiments.compare import Planned, plan
-from fedharmony.experiments.run import assemble, hold_out
+from fedharmony.experiments.folder import RunFolder
+from fedharmony.experiments.run import assemble, hold_out, resume, start
 from fedharmony.experiments.settings import Settings, built_in_configs, load_settings
 from fedharmony.experiments.tune import Search
 from fedharmony.methods.base import methods
 from fedharmony.partition.base import Partition
+from fedharmony.report.page import write_report
 
 SMALL = [
     *("data.train=120", "data.test=40", "split.clients=4", "run.rounds=2", "split.min_size=5"),
@@ -117,18 +121,81 @@ def test_a_label_says_what_the_settings_make_of_a_method() -> None:
     assert "fednova-diagnostic" in run.folder.path.as_posix()
 
 
-def test_central_is_one_client_with_all_images(tmp_path: Path) -> None:
-    demo = load_settings("demo", [*SMALL, "federation.drop_rate=0.5", "run.method=fedprox"])
-    (run,) = plan(demo, ["central"], [4], tmp_path)
-    assert (run.label, run.seed) == ("central", 4)
-    assembly = assemble(runs_settings(run.settings))  # as read back from its folder
-    assert [len(part) for part in assembly.clients] == [120]
-    assert assembly.schedule == [[0], [0]]
-    assert assembly.settings.label == "central"
-    assert assembly.settings.train.epochs == 1
-    five = load_settings("demo", ["train.epochs=5", "federation.cohort=8"])  # of 20 clients
-    assert five.central(0).train.epochs == 2
-    assert assembly.settings.method_name == "fedavg"
+CENTRAL_CASES: Sequence[list[str]] = (
+    ["train.epochs=5", "federation.participation=0.5"],  # 2.5 passes over the data are not 2
+    ["federation.sampling=size", "split.gamma=0.1", "train.epochs=3"],  # more than their share
+    ["federation.drop_rate=0.5", "run.rounds=6"],
+    ["federation.cohort=1", "train.epochs=2"],
+)
+
+
+@pytest.mark.parametrize("changes", CENTRAL_CASES)
+def test_central_sees_as_many_images_as_the_cohorts(changes: list[str], tmp_path: Path) -> None:
+    """Round by round what the federated run's own events say; every image equally often."""
+    demo = load_settings("demo", [*SMALL, "run.method=fedavg", *changes])
+    events: list[Any] = []
+    start(demo, RunFolder(tmp_path / "federated"), events.append)
+    (run,) = plan(demo.with_run("fedprox"), ["central"], [demo.run.seed], tmp_path)
+    assert run.label == "central"
+    start(runs_settings(run.settings), run.folder, events.append)  # as read back from its folder
+    rounds = [e for e in events if e["event"] == "round"]
+    federated, central = rounds[: demo.run.rounds], rounds[demo.run.rounds :]
+    assert [e["images"] for e in central] == [e["images"] for e in federated]
+    assert all(not e["dropped"] for e in central)
+    assembly = assemble(run.settings)
+    seen = np.bincount(np.concatenate(assembly.clients), minlength=120)
+    assert seen.max() - seen.min() <= 1
+    assert seen.sum() == sum(e["images"] for e in federated)
+
+
+def test_central_knows_every_label_and_the_images_as_they_are(tmp_path: Path) -> None:
+    changes = ["split.annotated=0.3", 'split.transforms=["dark","grey"]']
+    demo = load_settings("demo", [*SMALL, *changes])
+    plain = assemble(load_settings("demo", SMALL)).data.train
+    central = assemble(plan(demo, ["central"], [0], tmp_path)[0].settings)
+    assert central.data.train.known is None
+    assert not central.method.task.unknown_labels
+    index = torch.arange(20)
+    cpu = torch.device("cpu")
+    assert torch.equal(
+        central.data.train.images.gather(index, cpu), plain.images.gather(index, cpu)
+    )
+    federated = assemble(demo)
+    assert federated.method.task.unknown_labels
+    assert not torch.equal(
+        federated.data.train.images.gather(index, cpu), plain.images.gather(index, cpu)
+    )
+    assert central.partition.sha256 == federated.partition.sha256  # what it stands beside
+
+
+def test_central_continues_to_the_bit_and_makes_a_report(tmp_path: Path) -> None:
+    demo = load_settings("demo", [*SMALL, "run.rounds=12"])  # more rounds than clients
+    runs = plan(demo, ["central"], [0], tmp_path / "whole") + plan(
+        demo, ["central"], [0], tmp_path / "parts"
+    )
+    whole = start(runs[0].settings, runs[0].folder, lambda event: None)
+
+    def stop(event: Any) -> None:
+        if event["event"] == "round" and event["round"] == 4:
+            raise KeyboardInterrupt
+
+    with pytest.raises(KeyboardInterrupt):
+        start(runs[1].settings, runs[1].folder, stop)
+    parts = resume(runs[1].folder, lambda event: None)
+    assert parts["state_sha256"] == whole["state_sha256"]
+    page = write_report(runs[1].folder.path)
+    assert "central" in page.read_text()
+
+
+def test_only_fedavg_trains_in_one_place() -> None:
+    demo = load_settings("demo", [*SMALL, "federation.central=true"])
+    with pytest.raises(ConfigError, match="'fedharmony' has no meaning"):
+        assemble(demo)
+
+
+def test_nothing_is_called_an_upper_bound() -> None:
+    for path in Path(fedharmony.__file__).parent.rglob("*.py"):
+        assert "upper bound" not in path.read_text().lower(), path
 
 
 # -- held-out images ------------------------------------------------------------------------------

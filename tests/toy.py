@@ -116,6 +116,7 @@ class Toy:
             optimiser=self.optimiser,
             loss=self.loss,
             average=self.federation.average,
+            unknown_labels=self.data.known is not None,
         )
         cls = self.method_class or methods[self.name]
         config = {**SMALL.get(self.name, {}), **(self.config or {})}

@@ -307,7 +307,7 @@ def compare(
         typer.Option(
             "--methods",
             help="Comma-separated methods; `name:preset` picks a preset, `all` takes every method, "
-            "`central` trains on all images in one place (the upper bound).",
+            "`central` trains in one place, on as many images as the cohorts see.",
         ),
     ] = "fedavg,fedharmony",
     seeds: Annotated[

@@ -13,6 +13,9 @@ The paper (arXiv 2604.28024, Eq. (3)) asks for a leave-one-out consensus
 ``trimmed``   mean of each entry without its smallest and largest values, all clients alike
 ============  ====================================================================================
 
+Where labels are unknown, a client tells how many images each entry stands on; these numbers take
+the place of n_j (``mean`` counts who has any). Only the first three have a form for that.
+
 A matrix that is ``age`` rounds old counts ``decay ** age`` times its weight; the two order
 statistics have no weights. Only ``support`` looks at supports, and only ``pooled`` at marginals.
 
@@ -47,6 +50,7 @@ from fedharmony.errors import ConfigError, DataError, nearest
 from fedharmony.types import Tensors
 
 WeightedOperator: TypeAlias = Literal["mean", "size", "support", "pooled"]
+EntryOperator: TypeAlias = Literal["mean", "size", "support"]
 OrderOperator: TypeAlias = Literal["median", "trimmed"]
 Operator: TypeAlias = Literal["mean", "size", "support", "pooled", "median", "trimmed"]
 
@@ -64,7 +68,7 @@ class Uploads(NamedTuple):
     upper: Tensor
     """Upper triangle of R with its diagonal, (J, C(C+1)/2), or (C(C+1)/2,) for one client."""
     examples: Tensor | int | None = None
-    """n, numbers of images, (J,)."""
+    """n, numbers of images, (J,); or of each entry, (J, C(C+1)/2), where labels are unknown."""
     supports: Tensor | None = None
     """Labels that count for a client, boolean (J, C)."""
     marginals: Tensor | None = None
@@ -122,7 +126,9 @@ def consolidate(
     Args:
         upper: Upper triangles of R_j, (J, C(C+1)/2). They are kept, not copied.
         operator: See the module.
-        examples: n_j, (J,), for ``size``, ``support`` and ``pooled``.
+        examples: n_j, (J,), for ``size``, ``support`` and ``pooled``; or the images behind each
+            entry, (J, C(C+1)/2), for ``mean``, ``size`` and ``support``: an entry without images
+            is not told.
         supports: Labels that count for a client, boolean (J, C), for ``support``.
         marginals: p̂_j, (J, C), for ``pooled``.
         ages: Rounds since each matrix was made, (J,); 0 by default.
@@ -150,6 +156,12 @@ def consolidate(
             "A consensus needs a table of upper triangles of shape (clients, C(C+1)/2), got "
             f"{tuple(upper.shape)}. Pack matrices with fedharmony.correlation.pack_upper."
         )
+    by_entry = isinstance(examples, Tensor) and examples.ndim == 2
+    if by_entry and operator not in get_args(EntryOperator):
+        raise ConfigError(
+            f"The consensus {operator!r} cannot leave out what a client does not know. Where "
+            f"labels are unknown, use one of {', '.join(get_args(EntryOperator))}."
+        )
     if operator == "median":
         return _OrderConsensus(upper, classes, _median_cut)
     if operator == "trimmed":
@@ -165,6 +177,7 @@ def consolidate(
         eps=eps,
         clamp=clamp,
         device=upper.device,
+        by_entry=by_entry,
     )
     if folded:
         sums.restore(folded, folded_age)
@@ -187,6 +200,7 @@ class ConsensusSums:
         eps: See there.
         clamp: See there.
         device: Where the sums are kept; clients from elsewhere are moved there.
+        by_entry: Whether clients tell the images behind each entry.
 
     >>> sums = ConsensusSums(2, "mean")
     >>> last = Uploads(torch.tensor([1.0, 1.0, 1.0]))
@@ -207,6 +221,7 @@ class ConsensusSums:
         eps: float = EPS,
         clamp: float = CLAMP,
         device: torch.device | str | None = None,
+        by_entry: bool = False,
     ) -> None:
         if operator not in get_args(WeightedOperator):
             raise ConfigError(
@@ -224,7 +239,9 @@ class ConsensusSums:
         self._triangle = Triangle(num_classes, device)
         pairs = len(self._triangle)
         width = pairs + num_classes if operator == "pooled" else pairs
-        weights = pairs if operator == "support" else 1  # else a weight is the same for all entries
+        self._by_entry = by_entry
+        # Otherwise a weight is the same for all entries.
+        weights = pairs if by_entry or operator == "support" else 1
         self._sum = torch.zeros(width, dtype=torch.float64, device=device)
         self._weight = torch.zeros(weights, dtype=torch.float64, device=device)
 
@@ -318,10 +335,11 @@ class ConsensusSums:
                 )
             return value
 
-        uses = self.operator
+        uses, entries = self.operator, (len(self._triangle),) if self._by_entry else ()
+        told = uses != "mean" or self._by_entry
         return Uploads(
             rows("upper triangles", uploads.upper, len(self._triangle)),
-            None if uses == "mean" else rows("examples", uploads.examples),
+            rows("examples", uploads.examples, *entries) if told else None,
             rows("supports", uploads.supports, size) if uses == "support" else None,
             rows("marginals", uploads.marginals, size) if uses == "pooled" else None,
             None if uploads.ages is None else rows("ages", uploads.ages),
@@ -330,15 +348,16 @@ class ConsensusSums:
     def _terms(self, clients: Uploads) -> tuple[Tensor, Tensor]:
         """Values (J, width) and weights (J, width or 1) of clients in float64."""
         values = self._exact(clients.upper)
-        weights = values.new_ones(len(values))
+        weights = values.new_ones(len(values), 1)
         if clients.examples is not None:
-            weights = self._exact(clients.examples)
+            weights = self._exact(clients.examples).view(len(values), -1)
+        if self.operator == "mean":
+            weights = (weights > 0).double()
         if self.operator == "support":
             counts = weights >= max(1, self._min_examples)
             weights = torch.where(counts, weights.square() / (weights + self._kappa), 0)
         if clients.ages is not None:
-            weights = weights * self._decay ** self._exact(clients.ages)
-        weights = weights.unsqueeze(-1)
+            weights = weights * self._decay ** self._exact(clients.ages).unsqueeze(-1)
         if clients.supports is not None:
             first, second = self._triangle.ends(clients.supports.bool())
             weights = weights * (first & second)

@@ -9,6 +9,7 @@ Paper                                    Here
 =======================================  =========================================================
 Eq. (1), p̂_c and p̂_cc'                   :func:`score_moments`
 Eq. (2), R                               :func:`correlation`, :func:`soft_correlation`
+the same where labels are unknown        :func:`pair_moments`, :func:`pair_correlation`
 R during training                        :func:`running_step` (moments over many batches)
 pairs inside clusters                    :func:`pair_mask`
 Ψ(R, R*) within clusters, s_i            :func:`discrepancy`, :func:`running_discrepancy`
@@ -26,7 +27,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Sequence
-from typing import Any, Literal, NamedTuple, TypeAlias, get_args
+from typing import Any, Generic, Literal, NamedTuple, TypeAlias, TypeVar, get_args
 
 import numpy as np
 import numpy.typing as npt
@@ -170,6 +171,119 @@ def bernoulli_deviation(first: Tensor, clamp: float = CLAMP) -> Tensor:
     return (inside * (1 - inside)).sqrt()
 
 
+class PairMoments(NamedTuple):
+    """Moments where some labels are unknown: means over all images of what is known of each.
+
+    With ``m_ic`` = 1 where label c of image i is known: means of ``m_c m_c'``, ``F_c m_c m_c'`` and
+    ``F_c F_c' m_c m_c'``, on request of ``F_c² m_c m_c'`` too. Divided by the first, they are the
+    moments of a pair over the images on which both of its labels are known. Means over all images
+    can be averaged over batches like :class:`Moments`, whatever each batch knows.
+
+    Attributes:
+        values: (..., 3C or 4C, C), the matrices one below the other.
+    """
+
+    values: Tensor
+
+    def part(self, index: int) -> Tensor:
+        """The matrix (..., C, C) at a place in the order above."""
+        classes = self.values.shape[-1]
+        return self.values[..., index * classes : (index + 1) * classes, :]
+
+    @property
+    def known(self) -> Tensor:
+        """Share of the images on which both labels of a pair are known, (..., C, C)."""
+        return self.part(0)
+
+    @property
+    def marginal(self) -> Tensor:
+        """p̂_c over the images on which c is known, (..., C); 0 where there are none."""
+        own = (self.part(i).diagonal(dim1=-2, dim2=-1) for i in (0, 1))
+        known, first = own
+        return first / torch.where(known > 0, known, 1)
+
+
+def pair_moments(
+    scores: Tensor, known: Tensor, row_weights: Tensor | None = None, *, squares: bool = False
+) -> PairMoments:
+    """Marginal and joint probabilities of each pair of labels, where labels may be unknown.
+
+    Args:
+        scores: F, (..., B, C); what an unknown label scores has no part in anything.
+        known: (..., B, C), 1 where a label is known, 0 where it is not and in padding rows.
+        row_weights: (..., B), 1 for a real row, 0 for padding; all rows by default.
+        squares: Also keep the second moments that Pearson's normaliser needs.
+
+    >>> scores, known = torch.tensor([[0.8, 0.6], [0.4, 0.2]]), torch.tensor([[1, 1], [1, 0]])
+    >>> moments = pair_moments(scores, known)
+    >>> moments.known.tolist(), [round(p, 4) for p in moments.marginal.tolist()]
+    ([[1.0, 0.5], [0.5, 0.5]], [0.6, 0.6])
+    """
+    sums = pair_sums(scores, known, squares=squares)
+    if row_weights is None:
+        return PairMoments(sums / scores.shape[-2])
+    images = row_weights.to(sums.dtype).sum(-1).clamp_min(1)
+    return PairMoments(sums / images.unsqueeze(-1).unsqueeze(-1))
+
+
+def pair_sums(scores: Tensor, known: Tensor, *, squares: bool = False) -> Tensor:
+    """What :func:`pair_moments` are the means of, (..., 3C or 4C, C)."""
+    scores = _full_precision(scores)
+    with torch.autocast(scores.device.type, enabled=False):
+        mask = known.to(scores.dtype)
+        shown = scores * mask
+        sums = [mask.mT @ mask, shown.mT @ mask, shown.mT @ shown]
+        if squares:
+            sums.append(shown.square().mT @ mask)
+        return torch.cat(sums, dim=-2)
+
+
+def pair_correlation(
+    moments: PairMoments,
+    *,
+    normaliser: Normaliser = "phi",
+    eps: float = EPS,
+    clamp: float = CLAMP,
+    denominator_grad: bool = True,
+) -> tuple[Tensor, Tensor]:
+    """Eq. (2), each entry over the images on which both of its labels are known.
+
+    Args:
+        moments: With squares for ``"pearson"``.
+        normaliser: As for :func:`correlation`, like the following.
+        eps: See there.
+        clamp: See there.
+        denominator_grad: See there.
+
+    Returns:
+        Matrices (..., C, C), and where they are defined: pairs never known together are 0, and
+        not. If everything is known, this is :func:`correlation` up to rounding.
+
+    >>> labels = torch.tensor([[1.0, 1.0], [1.0, 0.0], [0.0, 0.0], [0.0, 0.0], [1.0, 0.0]])
+    >>> known = torch.tensor([[1, 1], [1, 1], [1, 1], [1, 1], [1, 0]])
+    >>> matrix, _ = pair_correlation(pair_moments(labels, known))
+    >>> round(matrix[0, 1].item(), 4)  # the fifth image does not tell: φ = 0.5774 of the others
+    0.5773
+    """
+    _check_choice("normaliser", normaliser, get_args(Normaliser))
+    moments = PairMoments(_full_precision(moments.values))
+    defined = moments.known > 0
+    images = torch.where(defined, moments.known, 1)
+    first, second = moments.part(1) / images, moments.part(2) / images
+    covariance = second - first * first.mT
+    if normaliser == "phi":
+        spread = bernoulli_deviation(first, clamp)
+    else:
+        raw = moments.part(3) / images
+        variance = raw - first.square()
+        varies = variance > _ROUNDINGS * torch.finfo(raw.dtype).eps * raw
+        spread = torch.where(varies, variance, 1).sqrt()
+        covariance = torch.where(varies & varies.mT, covariance, 0)
+    denominator = spread * spread.mT + eps
+    matrix = covariance / (denominator if denominator_grad else denominator.detach())
+    return torch.where(defined, matrix, 0), defined
+
+
 def soft_correlation(
     scores: Tensor,
     row_weights: Tensor | None = None,
@@ -220,6 +334,21 @@ def label_correlation(
     (tensor([[1.0000, 0.5774],
             [0.5774, 1.0000]], dtype=torch.float64), [True, True, False])
     """
+    matrix, pairs = label_pairs(labels, known=known)
+    return matrix, pairs.diagonal()
+
+
+def label_pairs(
+    labels: npt.NDArray[Any] | Tensor, *, known: npt.NDArray[np.bool_] | Tensor | None = None
+) -> tuple[Tensor, Tensor]:
+    """:func:`label_correlation`, and which pairs it is defined for, (C, C).
+
+    A pair is, where both labels have a positive and a negative among the images that know both.
+
+    >>> matrix, pairs = label_pairs(np.eye(2, dtype=int), known=np.array([[1, 1], [1, 0]]))
+    >>> pairs.tolist()  # the second label is known once: it does not vary
+    [[True, False], [False, False]]
+    """
     positive = torch.as_tensor(labels)
     if positive.ndim != 2:
         raise DataError(
@@ -247,13 +376,16 @@ def label_correlation(
     # A square root of the product, not a product of roots: exactly 1 on the diagonal.
     root = (scale * scale.mT).sqrt()
     matrix = torch.where(root > 0, (images * both - first * first.mT) / root.clamp_min(1), 0)
-    return matrix, scale.diagonal() > 0
+    return matrix, root > 0
 
 
-class RunningMoments(NamedTuple):
+AnyMoments = TypeVar("AnyMoments", Moments, PairMoments)
+
+
+class RunningMoments(NamedTuple, Generic[AnyMoments]):
     """Moments over the batches seen so far; ``started`` (...) is False before the first one."""
 
-    moments: Moments
+    moments: AnyMoments
     started: Tensor
 
 
@@ -263,7 +395,7 @@ def empty_running(
     leading: Sequence[int] = (),
     dtype: torch.dtype = torch.float32,
     device: torch.device | str | None = None,
-) -> RunningMoments:
+) -> RunningMoments[Moments]:
     """Running moments before the first batch, for one client or a stack of shape ``leading``.
 
     >>> empty_running(3, leading=(2,)).moments.second.shape
@@ -276,18 +408,25 @@ def empty_running(
     )
 
 
-def update_rate(batch_size: int, examples: int, window: int = 512) -> float:
-    """How much of the running moments one batch replaces: ``ω = min(1, B / min(n, window))``.
+def update_rate(rows: Tensor, span: Tensor | float) -> Tensor:
+    """How much of the running moments a batch replaces: ``ω = min(1, rows / span)``.
 
-    >>> update_rate(16, 64), update_rate(16, 100_000), update_rate(16, 3)
-    (0.25, 0.03125, 1.0)
+    Deviation: the share of the batch itself, not of a full one. A last batch of one image would
+    else replace nearly all of the moments of a small client.
+
+    Args:
+        rows: Images in the batch, (...): a last batch that is short moves them by its share only.
+        span: Images that the moments remember, min(n, window), (...).
+
+    >>> update_rate(torch.tensor([16.0, 1.0, 0.0, 3.0]), torch.tensor([64.0, 64.0, 64.0, 3.0]))
+    tensor([0.2500, 0.0156, 0.0000, 1.0000])
     """
-    return min(1.0, batch_size / max(1, min(examples, window)))
+    return (rows / span).clamp(max=1)
 
 
 def running_step(
-    running: RunningMoments, batch: Moments, rate: float | Tensor, valid: Tensor | None = None
-) -> tuple[Moments, RunningMoments]:
+    running: RunningMoments[AnyMoments], batch: AnyMoments, rate: float | Tensor
+) -> tuple[AnyMoments, RunningMoments[AnyMoments]]:
     """Moments with the value of many batches and the gradient of this one.
 
     ``p̃ = sg[(1−ω) p_run + ω p_batch] + (p_batch − sg[p_batch])``, where sg stops the gradient. A
@@ -298,10 +437,8 @@ def running_step(
     Args:
         running: State before the batch.
         batch: Moments of the batch, with gradient.
-        rate: ω, a number or one per client, shape (...).
-        valid: Shape (...), whether the batch has a real row, for instance
-            ``row_weights.sum(-1) > 0``. Where it has none, the state stays as it is and is also
-            the value of the estimate. Without it every batch counts.
+        rate: ω, a number or one per client, shape (...), see :func:`update_rate`. At 0 (a batch
+            without a real row) the state stays as it is and is also the value of the estimate.
 
     Returns:
         The estimate p̃ and the (detached) state after the batch.
@@ -313,16 +450,18 @@ def running_step(
     tensor([0.3000])
     """
     now = batch.values.detach()
-    rate = torch.as_tensor(rate, dtype=now.dtype, device=now.device)
-    rate = torch.where(running.started, rate, 1)
-    started = torch.ones_like(running.started)
-    if valid is not None:
-        rate = rate * valid
-        started = running.started | valid.bool()
+    rate, started = _begun(running.started, rate, now)
     past = running.moments.values.detach().to(now.dtype)
     state = torch.lerp(past, now, rate.unsqueeze(-1).unsqueeze(-1))
-    estimate = Moments(state + (batch.values - now))
-    return estimate, RunningMoments(Moments(state), started)
+    kind = type(batch)
+    return kind(state + (batch.values - now)), RunningMoments(kind(state), started)
+
+
+def _begun(started: Tensor, rate: float | Tensor, like: Tensor) -> tuple[Tensor, Tensor]:
+    """The rate, 1 for a first batch that is not empty; and who has begun after it."""
+    rate = torch.as_tensor(rate, dtype=like.dtype, device=like.device)
+    filled = rate > 0
+    return torch.where(started, rate, filled.to(like.dtype)), started | filled
 
 
 def pair_mask(clusters: Tensor, known: Tensor | None = None, *, diagonal: bool = False) -> Tensor:
@@ -449,7 +588,7 @@ def running_discrepancy(
         scores: F, (..., B, C).
         row_weights: (..., B), 1 for a real row, 0 for padding.
         running: State before the batch.
-        rate: ω, a number or one per client.
+        rate: ω, a number or one per client, as for :func:`running_step`.
         teacher: R*, (..., C, C), symmetric.
         pairs: Included entries, boolean (..., C, C), symmetric.
         count: What the sum is divided by, (...).
@@ -471,8 +610,8 @@ def running_discrepancy(
         weights = row_weights.to(scores.dtype).unsqueeze(-1)
         shares = weights / weights.sum(-2, keepdim=True).clamp_min(1)
         real = shares * scores
-        rate = torch.as_tensor(rate, dtype=scores.dtype, device=scores.device)
-        rate = torch.where(running.started, rate, 1).unsqueeze(-1)
+        rate, started = _begun(running.started, rate, scores)
+        rate = rate.unsqueeze(-1)
         past_first, past_second = (t.to(scores.dtype) for t in running[:2])
         first = torch.lerp(past_first, real.sum(-2), rate)
         second = torch.lerp(past_second, scores.mT @ real, rate.unsqueeze(-1))
@@ -491,7 +630,7 @@ def running_discrepancy(
             across = matrix.mul_(weight).mul_(spread.unsqueeze(-2)).sum(-1)
             slope = slope - 2 * steep * across
         gradient = shares * (slope.unsqueeze(-2) + 2 * (scores @ weight))
-        after = MomentsApart(first, second, torch.ones_like(running.started))
+        after = MomentsApart(first, second, started)
     # Zero, with the gradient found above.
     tangent = ((scores - scores.detach()) * gradient).sum((-2, -1))
     return value + tangent, after
@@ -686,6 +825,10 @@ class Triangle:
 
     def __len__(self) -> int:
         return len(self._rows)
+
+    def diagonal(self, packed: Tensor) -> Tensor:
+        """What packed triangles say of each label with itself, (..., C)."""
+        return _pick(packed, self._places.diagonal())
 
     def ends(self, labels: Tensor) -> tuple[Tensor, Tensor]:
         """For each pair what (..., C) says of its first and of its second label."""

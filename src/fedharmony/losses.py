@@ -36,6 +36,8 @@ class Batch(NamedTuple):
             loss, see :func:`positive_weights`. Left out, it is 1.
         draws: what the method drew for this batch, one row per image.
         inputs: what the head reads beside the image.
+        known: (B, C) float; 1 for a known label, 0 for an unknown one and in padding rows. Left
+            out where every label is known.
     """
 
     labels: Tensor
@@ -44,6 +46,13 @@ class Batch(NamedTuple):
     positive_weight: Tensor | tuple[()] = ()
     draws: Mapping[str, Tensor] = {}
     inputs: Mapping[str, Tensor] = {}
+    known: Tensor | tuple[()] = ()
+
+    def of_rows(self, chosen: Tensor) -> Batch:
+        """The batch with the rows where ``chosen`` (..., B) is 1; the others count as padding."""
+        entries = chosen.unsqueeze(-1)
+        known = self.known * entries if isinstance(self.known, Tensor) else ()
+        return self._replace(rows=self.rows * chosen, counted=self.counted * entries, known=known)
 
 
 @dataclass(frozen=True)

@@ -6,7 +6,7 @@ import math
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from functools import cached_property
-from typing import ClassVar, TypeAlias
+from typing import ClassVar, NamedTuple, TypeAlias
 
 import numpy as np
 import numpy.typing as npt
@@ -178,6 +178,22 @@ class Record:
             },
             self.scalars,
         )
+
+
+class Form(NamedTuple):
+    """What a tensor of a reply must look like.
+
+    Attributes:
+        shape: of the tensor.
+        dtype: of its numbers.
+        low: no number lies below this,
+        high: and none above this, up to rounding.
+    """
+
+    shape: tuple[int, ...]
+    dtype: torch.dtype = torch.float32
+    low: float = -math.inf
+    high: float = math.inf
 
 
 @dataclass(frozen=True)

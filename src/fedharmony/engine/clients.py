@@ -159,9 +159,10 @@ class ClientData:
         rows = (index >= 0).float()
         labels = self.labels[index].float()
         counted = rows.unsqueeze(-1).expand_as(labels)
+        known: Tensor | tuple[()] = ()
         if self.known is not None:
-            known = self.known[index]
-            counted, labels = counted * known, labels * known  # what is unknown is not shown either
+            known = counted = counted * self.known[index]
+            labels = labels * known  # what is unknown is not shown either
         if "label" in weights:
             counted = counted * weights["label"].unsqueeze(-2)
-        return Batch(labels, rows, counted, weights.get("positive", ()))
+        return Batch(labels, rows, counted, weights.get("positive", ()), known=known)

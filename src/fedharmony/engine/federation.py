@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 import time
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import asdict, dataclass, field
@@ -15,10 +16,18 @@ from fedharmony.engine.sampling import drops_out
 from fedharmony.errors import ClientLimitError
 from fedharmony.methods.base import Method, Stage
 from fedharmony.transport.base import Transport
-from fedharmony.types import PARAMS, Failure, Packed, Record, Reply
+from fedharmony.types import BUFFERS, PARAMS, Failure, Form, Packed, Record, Reply
 
 Event = dict[str, Any]
-Shapes = Mapping[str, Mapping[str, tuple[int, ...]]]
+Forms = Mapping[str, Mapping[str, Form]]
+
+#: No number of a reply may be larger: its square would overflow in float32, and so would a model
+#: that is made with it.
+LARGEST = 2.0**64
+#: How far a number may lie outside of its range by rounding.
+ROUNDING = 1e-6
+_ANY = (-math.inf, math.inf)
+_UNASKED = "it was not asked, or has answered already"
 
 
 @dataclass(frozen=True)
@@ -33,6 +42,8 @@ class FederationSettings:
             gives large clients weight ∝ n²; that is what the FedHarmony paper prints.
         drop_rate: chance that a selected client is lost after it received its message.
         max_failures: a round in which a larger share of the asked clients fails stops the run.
+        central: one party trains, on all images with all their labels; a round sees as many images
+            as the cohort would have trained on. For "fedavg" only.
     """
 
     participation: Annotated[float, Gt(0), Le(1)] = 0.5
@@ -41,6 +52,7 @@ class FederationSettings:
     average: Literal["size", "uniform"] = "size"
     drop_rate: Annotated[float, Ge(0), Lt(1)] = 0.0
     max_failures: Annotated[float, Ge(0), Le(1)] = 0.5
+    central: bool = False
 
 
 @dataclass
@@ -145,24 +157,44 @@ class Federation:
         tally.bytes_down += sum(message.nbytes for message in sent.values())
         order = sorted(sent, key=lambda k: (-self.transport.sizes[k], k))
         asked = {k: sent[k] for k in order if k not in lost}
+        waiting = set(asked)
         for answer in self.transport.exchange(stage, round, asked):
             if isinstance(answer, Reply):
-                reason = problem(answer.record, expected, answer.finite)
+                asks = answer.client in waiting
+                reason = self._doubt(stage, answer, expected) if asks else _UNASKED
+                waiting.discard(answer.client)
                 if reason is None:
                     tally.count(answer, self.epochs if stage.train else 0)
                     yield answer
                     continue
                 answer = Failure(answer.client, stage.name, round, reason)
+            waiting.discard(answer.client)
             tally.failures.append(answer)
+        silent = [Failure(k, stage.name, round, "it did not answer") for k in sorted(waiting)]
+        tally.failures += silent
 
-    def _expected(self, stage: Stage, state: Record) -> Shapes:
-        """Groups, names and shapes that a reply of this stage must have."""
-        shapes: dict[str, Mapping[str, tuple[int, ...]]] = {}
+    def _doubt(self, stage: Stage, reply: Reply, expected: Forms) -> str | None:
+        """Why a reply is not believed, or None."""
+        announced = self.transport.sizes[reply.client]
+        if reply.examples != announced:
+            return f"it claims {reply.examples} images, and announced {announced}"
+        reason = problem(reply.record, expected, reply.finite)
+        if reason is None and stage.train:
+            # Steps are what some methods weigh by; a client may stop early, but not do more.
+            most = self.epochs * -(-announced // self.method.task.batch_size)
+            reason = _claim(reply.record, "steps", most)
+        return reason
+
+    def _expected(self, stage: Stage, state: Record) -> Forms:
+        """Groups and tensors that a reply of this stage must have."""
+        forms: dict[str, Mapping[str, Form]] = {}
         if stage.train:
-            shapes[PARAMS] = {n: tuple(t.shape) for n, t in state.get(PARAMS).items()}
+            for group in (PARAMS, BUFFERS):
+                members = state.get(group).items()
+                forms[group] = {n: Form(tuple(t.shape), t.dtype) for n, t in members}
         if stage.sweep is not None:
-            shapes[stage.sweep.group] = stage.sweep.shapes(state.get(PARAMS))
-        return shapes
+            forms[stage.sweep.group] = stage.sweep.forms(state.get(PARAMS))
+        return forms
 
     def _enforce_limit(self, stage: Stage, round: int, asked: int, tally: Tally) -> None:
         failed = [f for f in tally.failures if f.stage == stage.name]
@@ -175,36 +207,96 @@ class Federation:
             )
 
 
-def problem(record: Record, expected: Shapes, finite: bool | None = None) -> str | None:
-    """Why a reply cannot be used, or None: a missing, misshapen or non-finite tensor.
+def problem(record: Record, expected: Forms, finite: bool | None = None) -> str | None:
+    """Why a reply cannot be used, or None: a tensor that is missing, or has not the form expected.
 
-    ``finite`` says that values are known to be finite; otherwise they are looked at.
+    ``finite`` says that values are known to be finite; otherwise they are looked at. Buffers may be
+    left out.
 
-    >>> problem(Record({"params": {"w": torch.tensor([float("nan")])}}), {"params": {"w": (1,)}})
+    >>> expected = {"params": {"w": Form((1,), low=0.0)}}
+    >>> problem(Record({"params": {"w": torch.tensor([float("nan")])}}), expected)
     'params/w holds a value that is not finite'
+    >>> problem(Record({"params": {"w": torch.tensor([1])}}), expected)
+    'params/w is of torch.int64, expected torch.float32'
+    >>> problem(Record({"params": {"w": torch.tensor([-0.5])}}), expected)
+    'params/w holds -0.5, outside of [0, inf]'
     """
-    for group, shapes in expected.items():
+    for group in record.groups:
+        if group not in expected and record.get(group):
+            return f"group {group!r} was not asked for"
+    for group, forms in expected.items():
         tensors = record.get(group)
-        if isinstance(tensors, Packed) and tensors.layout.shapes == tuple(shapes.items()):
-            continue  # the same, as most replies have it, at one look
-        if tensors.keys() != shapes.keys():
-            odd = sorted(tensors.keys() ^ shapes.keys())
-            return f"group {group!r} has missing or unexpected tensors: {', '.join(odd[:3])}"
-        if isinstance(tensors, Packed):
-            found = dict(tensors.layout.shapes)
-        else:
-            found = {name: tuple(t.shape) for name, t in tensors.items()}
-        for name, shape in shapes.items():
-            if found[name] != shape:
-                return f"{group}/{name} has shape {found[name]}, expected {shape}"
-    if finite:
+        if (reason := _misformed(group, tensors, forms)) and (tensors or group != BUFFERS):
+            return reason
+    if (reason := _out_of_range(record, expected, finite)) is not None:
+        return reason
+    for name, value in record.scalars.items():
+        if isinstance(value, str) or not math.isfinite(value):
+            return f"{name} is {value!r}, no finite number"
+    return None
+
+
+def _misformed(group: str, tensors: Mapping[str, Tensor], forms: Mapping[str, Form]) -> str | None:
+    """The first tensor of a group that is missing, or of another shape or type than expected."""
+    if isinstance(tensors, Packed):
+        shapes = tuple((name, form.shape) for name, form in forms.items())
+        types = {form.dtype for form in forms.values()}
+        if tensors.layout.shapes == shapes and types == {tensors.row.dtype}:
+            return None  # as most replies have it, at one look
+    if tensors.keys() != forms.keys():
+        odd = sorted(tensors.keys() ^ forms.keys())
+        return f"group {group!r} has missing or unexpected tensors: {', '.join(odd[:3])}"
+    if isinstance(tensors, Packed):
+        found = {n: (shape, tensors.row.dtype) for n, shape in tensors.layout.shapes}
+    else:
+        found = {n: (tuple(t.shape), t.dtype) for n, t in tensors.items()}
+    for name, form in forms.items():
+        shape, dtype = found[name]
+        if shape != form.shape:
+            return f"{group}/{name} has shape {shape}, expected {form.shape}"
+        if dtype != form.dtype:
+            return f"{group}/{name} is of {dtype}, expected {form.dtype}"
+    return None
+
+
+def _out_of_range(record: Record, expected: Forms, finite: bool | None) -> str | None:
+    """The first tensor with a value that is not finite, too large, or not in its range."""
+    looked: list[tuple[str, Tensor, tuple[float, float]]] = []
+    for group, members in record.groups.items():
+        ranges = {name: (form.low, form.high) for name, form in expected.get(group, {}).items()}
+        if isinstance(members, Packed) and set(ranges.values()) <= {_ANY}:
+            looked.append((group, members.row, _ANY))
+            continue
+        for name, tensor in members.items():
+            if tensor.is_floating_point() and tensor.numel():
+                looked.append((f"{group}/{name}", tensor, ranges.get(name, _ANY)))
+    looked = [(n, t, r) for n, t, r in looked if not (finite and r == _ANY)]
+    if not looked:
         return None
     # One look at the device for the whole record, not one per tensor.
-    values: list[Tensor] = []
-    for members in record.groups.values():
-        values += [members.row] if isinstance(members, Packed) else members.values()
-    checks = [t.isfinite().all() for t in values if t.is_floating_point()]
-    if not checks or bool(torch.stack(checks).all()):
-        return None
-    bad = next(n for n, t in record.tensors() if t.is_floating_point() and not t.isfinite().all())
-    return f"{bad} holds a value that is not finite"
+    ends = torch.stack([torch.stack(t.detach().aminmax()).double() for _, t, _ in looked])
+    for (name, tensor, (low, high)), (least, most) in zip(looked, ends.tolist(), strict=True):
+        if not (least >= -LARGEST and most <= LARGEST):  # a NaN is the least and the most
+            packed = {f"{name}/{n}": t for n, t in record.get(name).items()}
+            return _unusable(packed or {name: tensor})
+        if least < low - ROUNDING or most > high + ROUNDING:
+            worst = least if least < low - ROUNDING else most
+            return f"{name} holds {worst:g}, outside of [{low:g}, {high:g}]"
+    return None
+
+
+def _unusable(tensors: Mapping[str, Tensor]) -> str:
+    """Which of the tensors no model can be made with."""
+    name = next(n for n, t in tensors.items() if not bool((t.abs() <= LARGEST).all()))
+    if not bool(tensors[name].isfinite().all()):
+        return f"{name} holds a value that is not finite"
+    size = float(tensors[name].abs().max())
+    return f"{name} holds {size:g}, and the square of a number above {LARGEST:.2g} overflows"
+
+
+def _claim(record: Record, name: str, most: int) -> str | None:
+    """What is wrong with a whole number that a client says of itself, or None."""
+    value = record.scalars.get(name)
+    if isinstance(value, bool) or not isinstance(value, int) or not 0 <= value <= most:
+        return f"it claims {value!r} {name}; 0 to {most} are possible"
+    return None

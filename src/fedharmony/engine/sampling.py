@@ -9,6 +9,7 @@ import numpy as np
 
 from fedharmony.errors import ConfigError
 from fedharmony.rng import numpy_rng
+from fedharmony.types import Index
 
 
 def cohort_size(clients: int, participation: float, cohort: int | None) -> int:
@@ -58,6 +59,36 @@ def draw_schedule(
         )
         for t in range(rounds)
     ]
+
+
+def gathered_rounds(
+    pool: Sequence[int] | Index,
+    sizes: Sequence[int],
+    schedule: Sequence[Sequence[int]],
+    epochs: int,
+    drop_rate: float,
+    seed: int,
+) -> list[Index]:
+    """What one party that holds all images trains on in each round, in the place of the cohorts.
+
+    As many images as the cohort's clients that do not drop out see in their epochs, taken from the
+    images in random order, over and over: all are seen equally often, up to one.
+
+    >>> parts = gathered_rounds(range(4), [3, 1], [[0], [0, 1]], epochs=2, drop_rate=0.0, seed=0)
+    >>> [len(part) for part in parts], sorted(np.bincount(np.concatenate(parts)).tolist())
+    ([6, 8], [3, 3, 4, 4])
+    """
+    images = np.asarray(pool, dtype=np.int64)
+    counts = [
+        epochs * sum(sizes[k] for k in cohort if not drops_out(drop_rate, seed, t, k))
+        for t, cohort in enumerate(schedule)
+    ]
+    passes = [
+        numpy_rng(seed, "central", i).permutation(images)
+        for i in range(-(-sum(counts) // len(images)))
+    ]
+    stream = np.concatenate([*passes, images[:0]])
+    return np.split(stream[: sum(counts)], np.cumsum(counts)[:-1])
 
 
 def drops_out(rate: float, seed: int, round: int, client: int) -> bool:

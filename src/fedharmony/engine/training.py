@@ -271,7 +271,7 @@ class Trainer:
         gradients = {n: g for n, g in zip(leaves, found, strict=True) if g is not None}
         with torch.no_grad():
             if sweep is not None and given.final is not None:
-                seen = batch._replace(rows=batch.rows * given.final.unsqueeze(-1))
+                seen = batch.of_rows(given.final.unsqueeze(-1))
                 sums = torch.vmap(sweep.fold)(narrow(state.sums, width), outputs.detach(), seen)
                 state.keep("sums", sums, width)
             self._move(state, width, gradients, received, groups, carry)

@@ -25,23 +25,26 @@ from fedharmony.data.base import DataSet, LabelledImages, TensorImages, datasets
 from fedharmony.data.cache import MappedImages
 from fedharmony.engine.checkpoint import digest
 from fedharmony.engine.cohort import Cohort
-from fedharmony.engine.federation import Event, Federation
+from fedharmony.engine.federation import Event, Federation, FederationSettings
 from fedharmony.engine.gpu.barrier import compiler_is_safe
 from fedharmony.engine.gpu.payoff import compiling_pays
 from fedharmony.engine.means import Means
 from fedharmony.engine.memory import SEALS, ClientMemory
+from fedharmony.engine.optimise import TrainSettings
 from fedharmony.engine.room import StackRule, Trial
-from fedharmony.engine.sampling import cohort_size, draw_schedule
+from fedharmony.engine.sampling import cohort_size, draw_schedule, gathered_rounds
 from fedharmony.errors import CheckpointError, ConfigError, FedHarmonyError, Stopped
 from fedharmony.experiments.binding import Binding, bind
 from fedharmony.experiments.folder import EventLog, RunFolder, Saved, environment, jsonable
-from fedharmony.experiments.settings import EngineSettings, Settings
+from fedharmony.experiments.settings import CENTRAL_METHOD, EngineSettings, Settings
 from fedharmony.files import refuse_if_held
 from fedharmony.methods.base import Method, Task, methods
 from fedharmony.metrics import (
+    ClientsResult,
     MultiLabelResult,
     ScoreStore,
     StructureResult,
+    evaluate_clients,
     structure_metrics,
     trivial_baselines,
 )
@@ -61,6 +64,8 @@ logger = logging.getLogger(__name__)
 Observer = Callable[[Event], None]
 Results = dict[str, Any]
 EVAL_BATCH = 256
+#: Test users times labels up to which each user's metrics are computed: a minute or so.
+MOST_USER_LABELS = 200_000
 
 
 def choose_device(name: str) -> torch.device:
@@ -120,6 +125,7 @@ class Evaluation:
 
     metrics: MultiLabelResult
     structure: StructureResult
+    users: ClientsResult | None = None  # where the test images have owners
 
     def structure_numbers(self) -> dict[str, Any]:
         """The correlation-structure metrics without their matrices."""
@@ -185,7 +191,7 @@ class Assembly:
             self.method,
             self.data.train,
             self.clients,
-            self.settings.training,
+            self.training,
             self.settings.run.seed,
             self.device,
             self.settings.engine.sweep_batch,
@@ -196,16 +202,28 @@ class Assembly:
         )
         transport: Transport = InProcess(cohort, self.stack_rule(), tick)
         if crew().size > 1:
-            join(self.device)
+            join(self.device, self.settings.engine.wait_s)
             transport = Processes(transport, crew(), self.device)
         return Federation(
             method=self.method,
             transport=transport,
             schedule=self.schedule,
-            settings=self.settings.federation,
+            settings=self.taking_part,
             seed=self.settings.run.seed,
-            epochs=self.settings.train.epochs,
+            epochs=self.training.epochs,
         )
+
+    @property
+    def training(self) -> TrainSettings:
+        """Local training; what one party sees in place of a cohort is counted out already."""
+        training = self.settings.training
+        return replace(training, epochs=1) if self.settings.federation.central else training
+
+    @property
+    def taking_part(self) -> FederationSettings:
+        """Who takes part; one party in place of a cohort does not drop out."""
+        federation = self.settings.federation
+        return replace(federation, drop_rate=0.0) if federation.central else federation
 
     def stack_rule(self) -> StackRule:
         """How many clients train at once: as the settings say, or as a trial shows."""
@@ -216,8 +234,8 @@ class Assembly:
         return StackRule(engine.stack if self.model.backbone.stackable else 1)
 
     @torch.no_grad()
-    def evaluate(self, state: Record) -> Evaluation:
-        """The global model on the pooled test set."""
+    def evaluate(self, state: Record, by_user: bool = False) -> Evaluation:
+        """The global model on the pooled test set; on request also user by user."""
         store, test = ScoreStore(), self.data.test
         groups, message = (PARAMS, FROZEN, BUFFERS), self.method.evaluation(state)
         params = {n: t.unsqueeze(0) for g in groups for n, t in state.get(g).items()}
@@ -231,11 +249,25 @@ class Assembly:
             store.add(scores, test.labels[start : start + EVAL_BATCH], known)
         scores_seen, targets, known = store.arrays()
         options, paired = self.settings.metrics, paired_labels(test.labels)
+        users = None
+        if by_user and (parts := owners(test)) is not None:
+            users = evaluate_clients(scores_seen, targets, parts, options, known)
         if len(paired) < len(self.data.classes):
             scores_seen, targets = scores_seen[:, paired], targets[:, paired]
             known = None if known is None else known[:, paired]
         structure = structure_metrics(scores_seen, targets, options.threshold, known)
-        return Evaluation(store.result(options), structure)
+        return Evaluation(store.result(options), structure, users)
+
+
+def owners(test: LabelledImages) -> list[Index] | None:
+    """The test images of each user; None without users, or with too many to look at one by one."""
+    if test.users is None:
+        return None
+    names, user = np.unique(test.users, return_inverse=True)
+    if len(names) * test.labels.shape[1] > MOST_USER_LABELS:
+        return None
+    order = np.argsort(user, kind="stable")
+    return np.split(order, np.cumsum(np.bincount(user))[:-1])
 
 
 def draw_partition(
@@ -258,12 +290,36 @@ def draw_partition(
 
 def as_clients_see(data: DataSet, partition: Partition, settings: Settings) -> DataSet:
     """The training data with each client's own transform, and its own known labels."""
-    train, split = data.train, settings.split.common
-    train = replace(train, images=skewed_images(train.images, partition))
-    if split.annotated < 1:
-        known = client_known(train.labels, partition, split.annotated, split.seed)
-        train = replace(train, known=known if train.known is None else known & train.known)
-    return replace(data, train=train)
+    train = replace(data.train, images=skewed_images(data.train.images, partition))
+    return replace(data, train=as_annotated(train, partition, settings))
+
+
+def as_annotated(train: LabelledImages, partition: Partition, settings: Settings) -> LabelledImages:
+    """The training images with the labels that their owners annotate."""
+    split = settings.split.common
+    if split.annotated == 1:
+        return train
+    known = client_known(train.labels, partition, split.annotated, split.seed)
+    return replace(train, known=known if train.known is None else known & train.known)
+
+
+def in_one_place(
+    settings: Settings, pool: Sequence[Index], schedule: Sequence[Sequence[int]]
+) -> tuple[list[Index], list[list[int]]]:
+    """The rounds of one party with the images of all clients: what each trains on, and cohorts.
+
+    Round t is a client of its own, which nobody remembers: so its images can be counted out.
+    """
+    if settings.method_name != CENTRAL_METHOD:
+        raise ConfigError(
+            f"federation.central = true trains in one place, where {settings.method_name!r} has no "
+            f"meaning. Set run.method = {CENTRAL_METHOD!r}."
+        )
+    sizes = [len(index) for index in pool]
+    rate, seed = settings.federation.drop_rate, settings.run.seed
+    images = np.sort(np.concatenate(pool))
+    rounds = gathered_rounds(images, sizes, schedule, settings.training.epochs, rate, seed)
+    return rounds, [[t] if len(part) else [] for t, part in enumerate(rounds)]
 
 
 def load_data(settings: Settings, observe: Observer, partition_file: Path | None) -> DataSet:
@@ -324,9 +380,11 @@ def assemble(
     held = None
     if settings.split.common.holdout > 0:
         clients, held = hold_out(partition, settings.split.common.holdout)
-        data = replace(data, test=data.train.subset(held))
+        # A label that the owner of an image does not annotate cannot serve to choose settings.
+        data = replace(data, test=as_annotated(data.train, partition, settings).subset(held))
     backbone = make_backbone(settings, data.train.images.shape)
     run, train, federation = settings.run, settings.training, settings.federation
+    seen = data if federation.central else as_clients_see(data, partition, settings)
     task = Task(
         classes=len(data.classes),
         clients=len(partition.indices),
@@ -343,17 +401,20 @@ def assemble(
         average=federation.average,
         mean=backbone.mean,
         std=backbone.std,
+        unknown_labels=seen.train.known is not None,
     )
     method = methods[settings.method_name](settings.method_config(), task)
     sizes = [len(index) for index in clients]
     holders = sum(size > 0 for size in sizes)
     cohort = cohort_size(holders, federation.participation, federation.cohort)
     schedule = draw_schedule(sizes, run.rounds, cohort, federation.sampling, run.seed)
+    if federation.central:
+        clients, schedule = in_one_place(settings, clients, schedule)
     model = Model(backbone, method.head(backbone.width))
     refuse_too_large(model.num_parameters)
     return Assembly(
         settings=settings,
-        data=as_clients_see(data, partition, settings),
+        data=seen,
         partition=partition,
         clients=clients,
         model=model,
@@ -364,7 +425,7 @@ def assemble(
             settings.engine,
             device,
             model.backbone.elements(),
-            train.epochs * sum(sizes[k] for cohort in schedule for k in cohort),
+            train.epochs * sum(len(clients[k]) for cohort in schedule for k in cohort),
         ),
         bound=bind(loaded, partition, held),
     )
@@ -529,7 +590,7 @@ def _rounds(assembly: Assembly, folder: RunFolder, saved: Saved, observe: Observ
             return
         if (round + 1) % settings.run.eval_every == 0 or round + 1 == settings.run.rounds:
             clock = time.perf_counter()
-            latest[:] = [assembly.evaluate(state)]
+            latest[:] = [assembly.evaluate(state, by_user=round + 1 == settings.run.rounds)]
             record(latest[0].event(round, time.perf_counter() - clock))
         folder.save_state(round + 1, state, settings, assembly.bound, log, seal)
         memory.commit(round + 1)
@@ -555,7 +616,7 @@ def _rounds(assembly: Assembly, folder: RunFolder, saved: Saved, observe: Observ
     if not crew().leads:
         memory.forget()
         return {}
-    evaluation = latest[0] if latest else assembly.evaluate(state)
+    evaluation = latest[0] if latest else assembly.evaluate(state, by_user=True)
     folder.save_tensors("matrices.safetensors", matrices(assembly, state, evaluation.structure))
     record({"event": "finish", "status": "completed", "seconds": time.perf_counter() - began})
     results = summarise(assembly, folder, state, evaluation)
@@ -582,7 +643,7 @@ def start_event(assembly: Assembly, first: int) -> Event:
         "method": settings.method_name,
         "label": settings.label,
         "rounds": settings.run.rounds,
-        "clients": len(assembly.partition.indices),
+        "clients": 1 if settings.federation.central else len(assembly.partition.indices),
         "cohort": len(assembly.schedule[0]),
         "classes": list(data.classes),
         "train_images": len(data.train),
@@ -598,17 +659,20 @@ def start_event(assembly: Assembly, first: int) -> Event:
 
 def matrices(assembly: Assembly, state: Record, structure: StructureResult) -> Tensors:
     """Correlation matrices and label shares for the report; of very many labels, of some."""
-    classes, paired = len(assembly.data.classes), paired_labels(assembly.data.test.labels)
-    defined = label_correlation(assembly.data.test.labels[:, paired])[1]
-    shares = label_shares(assembly.data.train.labels, assembly.partition)
+    test, classes = assembly.data.test, len(assembly.data.classes)
+    paired = paired_labels(test.labels)
+    known = None if test.known is None else test.known[:, paired]
+    defined = label_correlation(test.labels[:, paired], known=known)[1]
     tensors = {
         "true": torch.from_numpy(structure.true_matrix).float(),
         "true_defined": defined.to(torch.uint8),
         "learned": torch.from_numpy(structure.soft_matrix).float(),
         "learned_hard": torch.from_numpy(structure.hard_matrix).float(),
-        "client_label_shares": torch.from_numpy(shares),  # of groups of clients, if there are many
-        "client_sizes": torch.from_numpy(assembly.partition.sizes),
     }
+    if not assembly.settings.federation.central:
+        shares = label_shares(assembly.data.train.labels, assembly.partition)
+        tensors["client_label_shares"] = torch.from_numpy(shares)  # of groups, if there are many
+        tensors["client_sizes"] = torch.from_numpy(assembly.partition.sizes)
     if assembly.data.planted is not None:
         tensors["planted"] = torch.from_numpy(assembly.data.planted).float()
     for name, tensor in assembly.method.artifacts(state).items():
@@ -618,11 +682,27 @@ def matrices(assembly: Assembly, state: Record, structure: StructureResult) -> T
         for name, tensor in tensors.items():
             if name in ("true", "true_defined", "learned", "learned_hard"):
                 continue  # of these labels already
-            for axis in (a for a, size in enumerate(tensor.shape) if size == classes):
+            first = 1 if name.startswith("client_") else 0  # the first axis is of clients
+            axes = [a for a, n in enumerate(tensor.shape) if n == classes and a >= first]
+            for axis in axes:
                 tensor = tensor.index_select(axis, index.to(tensor.device))
             tensors[name] = tensor
         tensors["labels"] = index
     return tensors
+
+
+def _known(part: LabelledImages) -> npt.NDArray[np.int64]:
+    """Images on which each label is known."""
+    known = np.ones_like(part.labels) if part.known is None else part.known
+    counts: npt.NDArray[np.int64] = known.sum(axis=0, dtype=np.int64)
+    return counts
+
+
+def _positives(part: LabelledImages) -> npt.NDArray[np.int64]:
+    """Images on which each label is known and present."""
+    present = part.labels if part.known is None else part.labels * part.known
+    counts: npt.NDArray[np.int64] = present.sum(axis=0, dtype=np.int64)
+    return counts
 
 
 def _padding(rounds: Sequence[Event]) -> float | None:
@@ -637,10 +717,10 @@ def summarise(
 ) -> Results:
     """The results file: metrics beside what trivial predictors reach, cost, and identities."""
     settings, data, found = assembly.settings, assembly.data, evaluation.metrics
-    prevalence = data.train.labels.mean(axis=0)
+    prevalence = _positives(data.train) / np.maximum(_known(data.train), 1)
     trivial = trivial_baselines(data.test.labels, settings.metrics, prevalence, data.test.known)
     rounds = [e for e in folder.read_events() if e["event"] == "round"]
-    positives = data.test.labels.sum(axis=0, dtype=np.int64)
+    positives = _positives(data.test)
     results = {
         "method": settings.method_name,
         "label": settings.label,
@@ -650,6 +730,9 @@ def summarise(
         "rounds_done": settings.run.rounds,
         "metrics": found.as_dict(),
         "structure": evaluation.structure_numbers(),
+        "per_user": None
+        if evaluation.users is None
+        else {"users": len(evaluation.users.per_client), "mean": evaluation.users.mean},
         "per_label": [
             {"label": name, "ap": ap, "precision": p, "recall": r, "positives": int(n)}
             for name, ap, p, r, n in zip(

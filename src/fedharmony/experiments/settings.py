@@ -167,6 +167,7 @@ class EngineSettings:
             depend on it, so a resumed run keeps the number.
         tf32: matrix products on CUDA with shorter mantissas: faster, less exact.
         memory_mb: what clients keep between rounds is on disk; this much of it also in memory.
+        wait_s: of several processes, how many seconds one waits for another in an exchange.
     """
 
     device: str = "auto"
@@ -179,6 +180,7 @@ class EngineSettings:
     threads: Annotated[int, Ge(1), Le(1024)] | None = None
     tf32: bool = False
     memory_mb: Annotated[int, Ge(0)] = 1024
+    wait_s: Annotated[float, Gt(0), Le(10**6)] = 1800.0
 
 
 @dataclass(frozen=True)
@@ -196,7 +198,7 @@ class TuneSettings:
     rounds: Annotated[int, Ge(1), Le(100_000)] | None = None
 
 
-#: What stands for the upper bound in a comparison, and how it trains.
+#: What stands for training in one place in a comparison, and how it trains.
 CENTRAL, CENTRAL_METHOD = "central", "fedavg"
 
 #: Settings of local training that a method may have for itself. Epochs and batch size stay common:
@@ -278,24 +280,16 @@ class Settings:
         return changed
 
     def central(self, seed: int) -> Settings:
-        """The upper bound: one party holds all images.
+        """One party that holds all images, with all their labels, and trains on them in one place.
 
-        Its rounds see as many images as a cohort's would: epochs are scaled by the share of the
-        clients that take part.
+        Its rounds see as many images as the cohorts of the same settings do (``assemble``).
         """
-        share, clients = self.federation.participation, self.split.common.clients
-        if self.federation.cohort is not None:  # of natural users it is a small part: one epoch
-            share = self.federation.cohort / clients if clients is not None else 0.0
-        train = replace(self.train, epochs=max(1, round(self.train.epochs * share)))
-        split = replace(self.split.common, name="iid", clients=1, file=None, transforms=())
-        federation = replace(self.federation, participation=1.0, cohort=None, drop_rate=0.0)
-        changed = replace(
-            self.with_run(CENTRAL_METHOD, seed),
-            split=Component(split, splitters["iid"].Config()),
-            train=train,
-            federation=federation,
+        changed = self.with_run(CENTRAL_METHOD, seed)
+        return replace(
+            changed,
+            federation=replace(self.federation, central=True),
+            run=replace(changed.run, label=CENTRAL),
         )
-        return replace(changed, run=replace(changed.run, label=CENTRAL))
 
     def tree(self) -> Tree:
         """Everything as TOML sections, with the chosen method's settings written out."""

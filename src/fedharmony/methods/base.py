@@ -41,7 +41,7 @@ from fedharmony.losses import Batch, LossSettings, task_loss
 from fedharmony.models.base import Head, stack
 from fedharmony.models.heads import LinearHead
 from fedharmony.registry import Registry
-from fedharmony.types import BUFFERS, PARAMS, Record, Reply, Tensors
+from fedharmony.types import BUFFERS, PARAMS, Form, Record, Reply, Tensors
 
 methods: Registry[type[Method]] = Registry("method", "fedharmony.methods")
 
@@ -68,6 +68,8 @@ class Task:
     average: Literal["size", "uniform"] = "size"
     mean: tuple[float, float, float] = (0.5, 0.5, 0.5)
     std: tuple[float, float, float] = (0.5, 0.5, 0.5)
+    #: Whether some labels of the training images are unknown to the clients.
+    unknown_labels: bool = False
 
 
 @dataclass(frozen=True)
@@ -110,7 +112,8 @@ class Sweep:
         start: ``params -> carry``, the initial carry of a client with these parameters.
         fold: ``(carry, values, batch) -> carry``.
         finish: ``(carry, params) -> tensors``.
-        shapes: ``params -> shapes``: what the result looks like, so that a wrong reply is refused.
+        forms: ``params -> forms``: what the result looks like (shape, type, range), so that a wrong
+            reply is refused.
         objective: for ``gradients``: outputs (..., B, C) and their batch to values (..., B).
         limit: look at no more than this many images of a client, drawn anew each round.
         draw: ``(generator, images) -> draws`` for all images of one client, handed to ``fold`` and
@@ -124,7 +127,7 @@ class Sweep:
     start: Callable[[Mapping[str, Tensor]], Tensors]
     fold: Callable[[Tensors, Any, Batch], Tensors]
     finish: Callable[[Tensors, Mapping[str, Tensor]], Tensors]
-    shapes: Callable[[Mapping[str, Tensor]], Mapping[str, tuple[int, ...]]]
+    forms: Callable[[Mapping[str, Tensor]], Mapping[str, Form]]
     objective: Callable[[Tensor, Batch], Tensor] | None = None
     limit: int | None = None
     draw: Callable[[torch.Generator, int], Tensors] | None = None

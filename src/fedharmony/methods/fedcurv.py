@@ -33,7 +33,7 @@ from torch import Tensor
 from fedharmony.errors import ConfigError
 from fedharmony.losses import Batch, LossSettings, entries
 from fedharmony.methods.base import ClientView, Groups, Method, Outcome, Sweep, methods, stacked
-from fedharmony.types import PARAMS, Record, Reply, Tensors
+from fedharmony.types import PARAMS, Form, Record, Reply, Tensors
 
 FISHER = "fisher"  # reply: u_k, v_k; message: of which round the client's share in U, V is
 SUM_U, SUM_V = "fisher_u", "fisher_v"  # state and message: U, V
@@ -162,10 +162,16 @@ class FedCurv(Method):
             # From u as it is sent: a coordinate without u has no v either, and none is pulled.
             return u | self._pack({f"v.{n}": _read(u, f"u.{n}") * t for n, t in params.items()})
 
-        def shapes(params: Mapping[str, Tensor]) -> Mapping[str, tuple[int, ...]]:
-            sent = {f"{kind}.{n}": tuple(t.shape) for kind in "uv" for n, t in params.items()}
-            scales: dict[str, tuple[int, ...]] = {f"scale.{name}": () for name in sent}
-            return sent if config.payload == "float32" else sent | scales
+        def forms(params: Mapping[str, Tensor]) -> Mapping[str, Form]:
+            found = {}
+            for kind, low in (("u", 0.0), ("v", -math.inf)):  # u is a mean of squares
+                for name, t in params.items():
+                    packed = config.payload != "float32"
+                    dtype = torch.float16 if packed else t.dtype
+                    found[f"{kind}.{name}"] = Form(tuple(t.shape), dtype, low)
+                    if packed:
+                        found[f"scale.{kind}.{name}"] = Form((), t.dtype, 0.0)
+            return found
 
         return Sweep(
             FISHER,
@@ -173,7 +179,7 @@ class FedCurv(Method):
             start,
             fold,
             finish,
-            shapes,
+            forms,
             objective,
             limit=config.fisher_samples,
             draw=draw if config.fisher_labels == "sampled" else None,

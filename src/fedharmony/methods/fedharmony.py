@@ -44,6 +44,7 @@ from fedharmony.config import machine_memory
 from fedharmony.consensus import (
     Consensus,
     ConsensusSums,
+    EntryOperator,
     Uploads,
     WeightedOperator,
     consolidate,
@@ -62,7 +63,7 @@ from fedharmony.methods.base import (
     stacked,
 )
 from fedharmony.rng import derived_seed
-from fedharmony.types import Record, Reply, Tensors
+from fedharmony.types import Form, Record, Reply, Tensors
 
 CORRELATION = "correlation"  # reply: R_k (upper triangle) and p̂_k
 TEACHER = "teacher"  # message: R*_k, which entries are known, clusters, λ_t
@@ -94,7 +95,8 @@ class FedHarmony(Method):
             quality: part B, aggregation by correlation quality (off: α ≡ 1).
             blocks: part C, alignment inside label clusters (off: one cluster, "No-Block").
             align_weight: λ, for mean-BCE and mean-Ψ.
-            warmup_rounds: λ grows linearly over this many rounds after the first teacher.
+            warmup_rounds: λ grows linearly over this many rounds, from the first that has a teacher
+                (round 0 with ``cold_start`` "labels" or ``teacher`` "this_round", else round 1).
             normaliser: "phi" divides by Bernoulli variances as Eq. (2); "pearson" by Var(F).
             epsilon: ε of Eq. (2).
             clamp: p is kept in [clamp, 1 − clamp] inside the denominator.
@@ -131,6 +133,10 @@ class FedHarmony(Method):
             horizon: T_0 of α_t = max(0, 1 − t/T_0), t = 0, 1, …; none means half of the rounds.
             temperature: γ of q = exp(−γ s); "adaptive" is 1/std(s) over the cohort.
             quality_min_examples: smaller clients get the cohort's mean discrepancy.
+
+        Where labels are unknown, each pair of labels is estimated over the images on which both are
+        known, and clients say what share these are: n of a pair, in ``kappa``, ``min_examples`` and
+        ``min_support``, is that number.
         """
 
         align: bool = True
@@ -211,12 +217,20 @@ class FedHarmony(Method):
                 f"{needed / 1e9:.0f} GB, more than a quarter of this machine's memory. Use fewer "
                 "labels, or another method."
             )
+        entry_operators = get_args(EntryOperator)
+        if task.unknown_labels and config.consensus not in entry_operators:
+            raise ConfigError(
+                f"methods.fedharmony.consensus = {config.consensus!r} cannot leave out what a "
+                "client does not know, and some labels of the training images are unknown. Use "
+                f"one of {', '.join(entry_operators)}."
+            )
         self.horizon = task.rounds / 2 if config.horizon is None else config.horizon
         self.options: dict[str, Any] = {
             "normaliser": config.normaliser,
             "eps": config.epsilon,
             "clamp": config.clamp,
         }
+        self._loss_options = {**self.options, "denominator_grad": config.denominator_grad}
         self.operator_options: dict[str, Any] = {
             "operator": config.consensus,
             "kappa": config.kappa,
@@ -230,40 +244,66 @@ class FedHarmony(Method):
             and config.estimator == "running"
             and config.normaliser == "phi"
             and config.distance == "squared_frobenius"
+            and not task.unknown_labels
         )
         self.cluster_every = config.cluster_every or (1 if task.classes < CLUSTERED_OFTEN else 5)
+        # Matrices of moments one below the other: see Moments and PairMoments.
+        self._squares = config.normaliser == "pearson"
+        known = (4 if self._squares else 3) * task.classes
+        self._height = known if task.unknown_labels else task.classes + 1
         self.triangle = task.classes * (task.classes + 1) // 2
-        #: Clients whose matrices (float32) fit into the table.
-        self.capacity = max(1, config.table_mb * 10**6 // (4 * self.triangle))
+        #: Clients whose matrices (float32, and what each entry stands on) fit into the table.
+        numbers = self.triangle * (2 if task.unknown_labels else 1)
+        self.capacity = max(1, config.table_mb * 10**6 // (4 * numbers))
 
     # -- Eq. (1), (2): a client's correlation, from its own scores ---------------------------------
 
     def sweep(self, reads: Literal["outputs", "labels"] = "outputs") -> Sweep:
-        """p̂_k and R_k over the whole local set; ``labels`` instead of scores for a cold start."""
-        classes = self.task.classes
+        """p̂_k and R_k over the whole local set; ``labels`` instead of scores for a cold start.
+
+        Where labels are unknown, with the share of the images that each entry stands on.
+        """
+        classes, unknown = self.task.classes, self.task.unknown_labels
 
         def start(params: Mapping[str, Tensor]) -> Tensors:
             device = next((tensor.device for tensor in params.values()), None)
             zero = torch.zeros((), dtype=torch.float64, device=device)
-            # One number, seen (C + 1) · C times: memory is first needed for the stack of clients.
-            return {"rows": zero, "sums": zero.expand(classes + 1, classes)}
+            # One number, seen many times: memory is first needed for the stack of clients.
+            return {"rows": zero, "sums": zero.expand(self._height, classes)}
 
         def fold(carry: Tensors, values: Tensor, batch: Batch) -> Tensors:
-            scores = values.sigmoid() if reads == "outputs" else values
-            scores = scores.double() * batch.rows.unsqueeze(-1)
-            joint = scores.mT @ scores
-            sums = torch.cat([scores.sum(-2, keepdim=True), joint], dim=-2)
-            return {"rows": carry["rows"] + batch.rows.sum(-1), "sums": carry["sums"] + sums}
+            scores = (values.sigmoid() if reads == "outputs" else values).double()
+            rows = batch.rows.sum(-1)
+            if (known := self._known(batch)) is not None:
+                sums = corr.pair_sums(scores, known, squares=self._squares)
+            else:
+                scores = scores * batch.rows.unsqueeze(-1)
+                joint = scores.mT @ scores
+                sums = torch.cat([scores.sum(-2, keepdim=True), joint], dim=-2)
+            return {"rows": carry["rows"] + rows, "sums": carry["sums"] + sums}
 
         def finish(carry: Tensors, params: Mapping[str, Tensor]) -> Tensors:
-            moments = corr.Moments(carry["sums"] / carry["rows"].clamp(min=1.0))
-            matrix = corr.correlation(moments, **self.options)
-            return {"upper": corr.pack_upper(matrix).float(), "marginal": moments.first.float()}
+            means = carry["sums"] / carry["rows"].clamp(min=1.0)
+            told: Tensors = {}
+            if unknown:
+                pairs = corr.PairMoments(means)
+                matrix, marginal = corr.pair_correlation(pairs, **self.options)[0], pairs.marginal
+                told = {"known": corr.pack_upper(pairs.known).float()}
+            else:
+                moments = corr.Moments(means)
+                matrix, marginal = corr.correlation(moments, **self.options), moments.first
+            upper = corr.pack_upper(matrix).float().clamp(-1, 1)  # beyond by rounding at most
+            return {"upper": upper, "marginal": marginal.float(), **told}
 
-        shapes = {"upper": (self.triangle,), "marginal": (classes,)}
+        forms = {
+            "upper": Form((self.triangle,), low=-1, high=1),
+            "marginal": Form((classes,), low=0, high=1),
+        }
+        if unknown:
+            forms["known"] = Form((self.triangle,), low=0, high=1)
         during = self.config.measured == "during"
         return Sweep(
-            CORRELATION, reads, start, fold, finish, lambda params: shapes, during_training=during
+            CORRELATION, reads, start, fold, finish, lambda params: forms, during_training=during
         )
 
     def stages(self, round: int) -> Sequence[Stage]:
@@ -305,9 +345,14 @@ class FedHarmony(Method):
     def _uploads(self, table: Mapping[str, Tensor], round: int) -> Uploads:
         """Rows of the table as round ``round`` sees them."""
         examples, marginals = table["examples"], table["marginal"]
-        floor = (0.5 / examples).clamp(min=self.config.min_support).unsqueeze(-1)
+        told = examples.unsqueeze(-1)
+        if self.task.unknown_labels:
+            examples = (told * table["known"]).round()
+            told = corr.Triangle(self.task.classes, examples.device).diagonal(examples)
+        # Nothing is at least half of one image of none: 0.5 / 0 is infinite.
+        supports = marginals >= (0.5 / told).clamp(min=self.config.min_support)
         ages = (round - 1 - table["round"]).clamp(min=0)
-        return Uploads(table["upper"], examples, marginals >= floor, marginals, ages)
+        return Uploads(table["upper"], examples, supports, marginals, ages)
 
     def clusters(self, matrix: Tensor, round: int) -> Tensor:
         """Algorithm 1 on a consensus matrix (unknown entries are 0)."""
@@ -346,7 +391,9 @@ class FedHarmony(Method):
         if not self.config.align:
             return 0.0
         weight, warm = float(self.config.align_weight), self.config.warmup_rounds
-        return weight * min(1.0, max(round, 1) / warm) if warm else weight
+        at_once = self.config.cold_start == "labels" or self.config.teacher == "this_round"
+        taught = max(1, round + 1 if at_once else round)
+        return weight * min(1.0, taught / warm) if warm else weight
 
     # -- Eq. (4), (8): the client's loss -----------------------------------------------------------
 
@@ -366,17 +413,17 @@ class FedHarmony(Method):
         if self.config.align_unseen == "mask":
             seen = torch.stack([view.positives > 0 for view in views])
             pairs = pairs & seen.unsqueeze(-1) & seen.unsqueeze(-2)
-        batch, window, device = self.task.batch_size, self.config.window, pairs.device
-        rates = [corr.update_rate(batch, view.examples, window) for view in views]
-        carry = {"pairs": pairs, "rate": torch.tensor(rates, dtype=torch.float32, device=device)}
-        classes, leading = self.task.classes, (len(views),)
+        device, classes, leading = pairs.device, self.task.classes, (len(views),)
+        spans = [max(1.0, min(view.examples, self.config.window)) for view in views]
+        carry = {"pairs": pairs, "span": torch.tensor(spans, dtype=torch.float32, device=device)}
         if self._by_hand:
             found = pairs.sum((-2, -1)).clamp_min(1).float()
             count = found if self.config.reduction == "mean" else torch.ones_like(found)
             apart = corr.MomentsApart.empty(classes, leading=leading, device=device)
             return {**carry, "count": count, **apart._asdict()}
-        running = corr.empty_running(classes, leading=leading, device=device)
-        return {**carry, "moments": running.moments.values, "started": running.started}
+        moments = torch.zeros(*leading, self._height, classes, device=device)
+        started = torch.zeros(leading, dtype=torch.bool, device=device)
+        return {**carry, "moments": moments, "started": started}
 
     def _aligns(self, message: Groups) -> bool:
         return TEACHER in message and self.config.align and self.config.align_weight > 0
@@ -390,12 +437,13 @@ class FedHarmony(Method):
         if not self._aligns(message):
             return fit, carry
         teacher, scores = message[TEACHER], outputs.sigmoid()
+        rate = corr.update_rate(batch.rows.sum(-1), carry["span"])
         if self._by_hand:
             misfit, apart = corr.running_discrepancy(
                 scores,
                 batch.rows,
                 corr.MomentsApart(carry["first"], carry["second"], carry["started"]),
-                carry["rate"],
+                rate,
                 teacher["matrix"],
                 carry["pairs"],
                 carry["count"],
@@ -404,16 +452,32 @@ class FedHarmony(Method):
                 denominator_grad=self.config.denominator_grad,
             )
             return fit + teacher["weight"] * misfit, {**carry, **apart._asdict()}
-        moments = corr.score_moments(scores, batch.rows)
-        if self.config.estimator == "running":
-            before = corr.RunningMoments(corr.Moments(carry["moments"]), carry["started"])
-            moments, after = corr.running_step(before, moments, carry["rate"])
-            carry = {**carry, "moments": after.moments.values, "started": after.started}
-        local = corr.correlation(
-            moments, denominator_grad=self.config.denominator_grad, **self.options
-        )
-        misfit = self.discrepancy(local, teacher["matrix"], carry["pairs"])
+        if (known := self._known(batch)) is not None:
+            found = corr.pair_moments(scores, known, batch.rows, squares=self._squares)
+            estimate, carry = self._estimate(found, rate, carry)
+            local, told = corr.pair_correlation(estimate, **self._loss_options)
+            pairs = carry["pairs"] & told
+        else:
+            moments, carry = self._estimate(corr.score_moments(scores, batch.rows), rate, carry)
+            local, pairs = corr.correlation(moments, **self._loss_options), carry["pairs"]
+        misfit = self.discrepancy(local, teacher["matrix"], pairs)
         return fit + teacher["weight"] * misfit, carry
+
+    def _estimate(
+        self, moments: corr.AnyMoments, rate: Tensor, carry: Tensors
+    ) -> tuple[corr.AnyMoments, Tensors]:
+        """The moments R̃ is made of: those of the batch, or running ones."""
+        if self.config.estimator == "batch":
+            return moments, carry
+        before = corr.RunningMoments(type(moments)(carry["moments"]), carry["started"])
+        moments, after = corr.running_step(before, moments, rate)
+        return moments, {**carry, "moments": after.moments.values, "started": after.started}
+
+    def _known(self, batch: Batch) -> Tensor | None:
+        """Which labels of a batch are known, None if all are: as the task said."""
+        known = batch.known if isinstance(batch.known, Tensor) else None
+        assert (known is not None) == self.task.unknown_labels, "not the data of the task"
+        return known
 
     def discrepancy(self, matrix: Tensor, teacher: Tensor, pairs: Tensor) -> Tensor:
         """Ψ over the included pairs of labels."""
@@ -481,6 +545,9 @@ class FedHarmony(Method):
                 torch.stack([teacher[name] for teacher in teachers[start : start + step]])
                 for name in ("matrix", "known", "clusters")
             )
+            if self.task.unknown_labels:
+                shares = [r.record.get(CORRELATION)["known"] for r in replies[start : start + step]]
+                known = known & triangle.square(torch.stack(shares) > 0)
             pairs = corr.pair_mask(clusters, known, diagonal=self.config.diagonal)
             local = triangle.square(upper).double()
             misfits = self.discrepancy(local, matrix.double(), pairs)
@@ -513,7 +580,7 @@ class FedHarmony(Method):
             "round": torch.full((len(replies),), round, device=device),
             **{
                 name: torch.stack([r.record.get(CORRELATION)[name] for r in replies])
-                for name in ("upper", "marginal")
+                for name in replies[0].record.get(CORRELATION)
             },
         }
         table = state.get(TABLE)
@@ -535,7 +602,12 @@ class FedHarmony(Method):
         if self.config.consensus not in get_args(WeightedOperator):
             return state
         device, folded = leaving["upper"].device, state.get(FOLDED)
-        sums = ConsensusSums(self.task.classes, device=device, **self.operator_options)
+        sums = ConsensusSums(
+            self.task.classes,
+            device=device,
+            by_entry=self.task.unknown_labels,
+            **self.operator_options,
+        )
         if folded:
             sums.restore(folded, round - folded["round"])
         sums.add(self._uploads(leaving, round + 1))

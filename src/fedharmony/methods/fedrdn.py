@@ -29,7 +29,7 @@ from torch import Tensor
 
 from fedharmony.losses import Batch
 from fedharmony.methods.base import Groups, Method, Outcome, Stage, Sweep, methods, stacked
-from fedharmony.types import Record, Reply, Tensors
+from fedharmony.types import Form, Record, Reply, Tensors
 
 STATISTICS = "statistics"  # reply: μ_k, σ_k; message: all of them
 TABLE = "statistics_table"  # state: those of every client heard
@@ -96,8 +96,12 @@ class FedRDN(Method):
             scale = 255 * carry["rows"]
             return {name: (carry[name] / scale).float() for name in ("mean", "std")}
 
-        shapes = {"mean": (channels,), "std": (channels,)}
-        return Sweep(STATISTICS, "images", start, fold, finish, lambda params: shapes)
+        # Of pixels in [0, 1]; their standard deviation is at most ½.
+        forms = {
+            "mean": Form((channels,), low=0, high=1),
+            "std": Form((channels,), low=0, high=0.5),
+        }
+        return Sweep(STATISTICS, "images", start, fold, finish, lambda params: forms)
 
     def _ask(self, state: Record, round: int, clients: Sequence[int]) -> Mapping[int, Record]:
         """A message without a model: statistics of images need none."""

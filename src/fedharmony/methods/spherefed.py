@@ -35,7 +35,7 @@ from fedharmony.errors import ConfigError
 from fedharmony.losses import Batch, task_loss
 from fedharmony.methods.base import Groups, Method, Outcome, Stage, Sweep, methods, stacked
 from fedharmony.models.heads import SphereHead
-from fedharmony.types import FROZEN, Record, Reply, Tensors
+from fedharmony.types import FROZEN, Form, Record, Reply, Tensors
 
 SUMS = "sums"  # reply of "calibrate": A_k and B_k
 COUNTS = "counts"  # reply of "count": labels and images of a client
@@ -131,7 +131,7 @@ class SphereFed(Method):
             start,
             fold,
             lambda carry, params: carry,
-            lambda params: {"labels": (), "images": ()},
+            lambda params: {"labels": Form((), low=0), "images": Form((), low=0)},
         )
 
     def sums(self) -> Sweep:
@@ -140,6 +140,11 @@ class SphereFed(Method):
         In float64. The last diagonal entry of A_k is the number of images.
         """
         size, classes = (self.config.projection or self.task.width) + 1, self.task.classes
+        forms = {
+            "a": Form((size * (size + 1) // 2,), torch.float64),
+            "b": Form((size, classes), torch.float64),
+            "norm": Form((), torch.float64, low=0),
+        }
 
         def start(params: Mapping[str, Tensor]) -> Tensors:
             shapes = {"a": (size, size), "b": (size, classes), "norm": ()}
@@ -162,7 +167,7 @@ class SphereFed(Method):
             start,
             fold,
             lambda carry, params: {**carry, "a": pack_upper(carry["a"])},
-            lambda params: {"a": (size * (size + 1) // 2,), "b": (size, classes), "norm": ()},
+            lambda params: forms,
         )
 
     # -- server ------------------------------------------------------------------------------------

@@ -346,6 +346,7 @@ def evaluate_clients(
     targets: Array,
     clients: Sequence[Index],
     options: MetricOptions | None = None,
+    known: Array | None = None,
 ) -> ClientsResult:
     """The pooled metrics, and beside them the mean of the clients' own metrics.
 
@@ -359,13 +360,14 @@ def evaluate_clients(
         targets: ``(N, C)`` zeros and ones.
         clients: For each client the indices of its images; must not be empty.
         options: Conventions, as for :func:`evaluate`.
+        known: ``(N, C)``; entries that are false count in no metric.
 
     >>> scores, targets = [[0.9], [0.8], [0.7], [0.1]], [[1], [0], [1], [0]]
     >>> both = evaluate_clients(scores, targets, [np.array([0, 1]), np.array([2, 3])])
     >>> both.pooled.map, both.mean["mAP"]  # (1/1 + 2/3) / 2, and (1 + 1) / 2
     (0.8333333333333333, 1.0)
     """
-    values, truth, _ = checked_arrays(scores, targets, None, ndim=2, unit_range=True)
+    values, truth, mask = checked_arrays(scores, targets, known, ndim=2, unit_range=True)
     empty = [client for client, images in enumerate(clients) if len(images) == 0]
     if empty or not clients:
         what = f"client {empty[0]} has none" if empty else "no client was given"
@@ -373,13 +375,17 @@ def evaluate_clients(
             f"Evaluation by client needs at least one image of every client, but {what}. "
             "Leave clients without test images out."
         )
-    per_client = tuple(evaluate(values[images], truth[images], options) for images in clients)
-    everyone = np.concatenate(list(clients))
+
+    def of(images: Index) -> MultiLabelResult:
+        shown = None if mask is None else mask[images]
+        return evaluate(values[images], truth[images], options, shown)
+
+    per_client = tuple(of(images) for images in clients)
     mean = {}
     for name in METRIC_NAMES:
         column = np.array([result.as_dict()[name] for result in per_client])
         mean[name] = _mean(column[~np.isnan(column)], empty=math.nan)
-    return ClientsResult(evaluate(values[everyone], truth[everyone], options), per_client, mean)
+    return ClientsResult(of(np.concatenate(list(clients))), per_client, mean)
 
 
 class ScoreStore:

@@ -18,7 +18,12 @@ import numpy.typing as npt
 import torch
 from torch import Tensor
 
-from fedharmony.correlation import CLAMP, EPS, label_correlation, soft_correlation
+from fedharmony.correlation import (
+    label_pairs,
+    pair_correlation,
+    pair_moments,
+    soft_correlation,
+)
 from fedharmony.metrics.multilabel import Array, Doubles, checked_arrays
 
 # Spreads below this are rounding of the matrices, not differences between labels.
@@ -62,7 +67,8 @@ def structure_metrics(
     """Compare the label correlations of predictions with those of the true labels.
 
     Over the unordered pairs ``(c, c')`` of different labels that both have positives and negatives
-    among the targets, with predicted entries ``R`` and true entries ``φ``::
+    among the targets (of the images on which both are known), with predicted entries ``R`` and true
+    entries ``φ``::
 
         RMSE = sqrt(mean (R − φ)²)      Pearson = corr(R, φ)      mean |R|
 
@@ -74,7 +80,8 @@ def structure_metrics(
         targets: ``(N, C)`` zeros and ones.
         threshold: A label counts as predicted where its score is at least this.
         known: ``(N, C)``, False where a label is unknown. A pair is then compared, on both sides,
-            over the images on which both of its labels are known.
+            over the images on which both of its labels are known, and left out if the true labels
+            have no correlation there.
 
     Returns:
         The comparison. Numbers are nan only where they have no value: all of them without a single
@@ -91,7 +98,7 @@ def structure_metrics(
     doubles = torch.from_numpy(np.array(values, np.float64))
     soft_matrix: Doubles = _soft(doubles, mask).numpy()
     first, second = np.triu_indices(values.shape[1], k=1)
-    pair = defined[first] & defined[second]
+    pair = defined[first, second]
     first, second = first[pair], second[pair]
     true, soft, hard = (m[first, second] for m in (true_matrix, soft_matrix, hard_matrix))
     return StructureResult(
@@ -112,7 +119,7 @@ def structure_metrics(
 def _phi(
     labels: npt.NDArray[np.bool_], known: npt.NDArray[np.bool_] | None
 ) -> tuple[Doubles, npt.NDArray[np.bool_]]:
-    matrix, defined = label_correlation(labels, known=known)
+    matrix, defined = label_pairs(labels, known=known)
     return matrix.numpy(), defined.numpy()
 
 
@@ -120,13 +127,7 @@ def _soft(scores: Tensor, known: npt.NDArray[np.bool_] | None) -> Tensor:
     """Soft correlations; with unknown labels, each entry over the images that know both."""
     if known is None:
         return soft_correlation(scores)
-    mask = torch.from_numpy(known).double()
-    scores = scores * mask
-    images = (mask.mT @ mask).clamp(min=1.0)
-    first = scores.mT @ mask / images  # mean score of c over the images that know c and c'
-    joint = scores.mT @ scores / images
-    spread = (first * (1 - first)).clamp(min=CLAMP * (1 - CLAMP))
-    matrix = (joint - first * first.mT) / ((spread * spread.mT).sqrt() + EPS)
+    matrix, _ = pair_correlation(pair_moments(scores, torch.from_numpy(known)))
     return (matrix + matrix.mT) / 2
 
 

@@ -12,6 +12,11 @@ from fedharmony.types import Failure, Record, Reply
 class Transport(Protocol):
     """Delivers messages and brings replies back.
 
+    The round loop waits for an exchange as long as it takes. A transport to other processes or
+    hosts bounds it, and gives a :class:`Failure` for a client that does not answer in time (or ends
+    the run, where it cannot go on without). Work in this process cannot be broken off: a client
+    that hangs there (an image on a network disk that is gone) hangs the run.
+
     Attributes:
         sizes: number of images of each client, by client id 0..K−1.
     """

@@ -14,11 +14,13 @@ import json
 import os
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import asdict, dataclass
+from datetime import timedelta
 
 import torch
 import torch.distributed as dist
 
 from fedharmony.engine.checkpoint import from_bytes, to_bytes
+from fedharmony.errors import ClientLimitError
 from fedharmony.methods.base import Stage
 from fedharmony.transport.base import Transport
 from fedharmony.types import Failure, Record, Reply
@@ -57,14 +59,22 @@ def crew() -> Crew:
 _VARIABLES = {"RANK": 0, "WORLD_SIZE": 1, "LOCAL_RANK": 0}
 
 
-def join(device: torch.device) -> None:
-    """Meet the other processes, once: through NCCL on GPUs, through Gloo elsewhere."""
+def join(device: torch.device, wait_s: float) -> None:
+    """Meet the other processes, once: through NCCL on GPUs, through Gloo elsewhere.
+
+    ``wait_s`` is how long any exchange waits for another process, in seconds.
+    """
     if not dist.is_initialized():
-        dist.init_process_group("nccl" if device.type == "cuda" else "gloo")
+        backend = "nccl" if device.type == "cuda" else "gloo"
+        dist.init_process_group(backend, timeout=timedelta(seconds=wait_s))
 
 
 class Processes:
-    """A transport that shares the clients of a stage among the processes of a crew."""
+    """A transport that shares the clients of a stage among the processes of a crew.
+
+    It waits for another process as long as it was told when they met (:func:`join`), then ends the
+    run: without that process's clients, and their memory, the others cannot go on.
+    """
 
     def __init__(self, own: Transport, members: Crew, device: torch.device) -> None:
         self._own, self._crew, self._device = own, members, device
@@ -80,7 +90,15 @@ class Processes:
         for client in messages:
             owner = client % size
             sent = _pack(answers[client]) if owner == rank else None
-            received = self._pass(sent, owner)
+            try:
+                received = self._pass(sent, owner)
+            except RuntimeError as error:
+                raise ClientLimitError(
+                    f"Process {owner} did not send the answer of client {client} in {stage.name} "
+                    f"of round {round + 1}: it has ended, or hangs for longer than engine.wait_s "
+                    f"allows ({error}). The state after {round} rounds is saved. Mend the cause, "
+                    "or raise engine.wait_s, and resume."
+                ) from error
             # The owner keeps what it has: bytes bring tensors back bit by bit.
             yield answers[client] if sent is not None else _unpack(received, self._device)
 
