@@ -535,8 +535,7 @@ class Recorder:
 @pytest.mark.parametrize("ca_mle", ["all", "first", "off"])
 def test_the_received_model_is_asked_without_gradient_states_or_dropout(ca_mle: str) -> None:
     toy = Toy("fedlgt", {"ca_mle": ca_mle}, sizes=(9, 5), rounds=1, epochs=1)
-    (trainer,) = toy.trainer._trainers
-    recorder = trainer.model = Recorder(toy.model)  # type: ignore[assignment]
+    recorder = toy.trainer.trainer.model = Recorder(toy.model)  # type: ignore[assignment]
     toy.run()
     asked = [call for call in recorder.calls if not call[0]]
     trained = [call for call in recorder.calls if call[0]]

@@ -254,7 +254,7 @@ def train_plainly(toy: Toy, client: int, mu: float, placement: str) -> Mapping[s
         rho = 0.9 if task.optimiser == "momentum" else 0.0
         optimiser = torch.optim.SGD(model.parameters(), lr=task.lr, momentum=rho)
     assert toy.data is not None
-    for order in toy.trainer._epochs(0, client):
+    for order in toy.trainer.data.epochs(0, client, toy.epochs):
         for first in range(0, len(order), task.batch_size):
             index = torch.from_numpy(order[first : first + task.batch_size])
             pixels = toy.data.images.gather(index[None], torch.device("cpu"))[0]

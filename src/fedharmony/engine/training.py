@@ -264,9 +264,10 @@ class Trainer:
             outputs = self.model.apply({**leaves, **constants}, images, batch.inputs)
         outputs = outputs.to(dtype)
         if self._loss is not None:
-            values = self._loss(outputs, batch, groups, carry)
+            values, after = self._loss(outputs, batch, groups, carry), carry
         else:
-            values = self._kept_loss(outputs, batch, groups, carry, dims)
+            loss = over_clients(method.loss, (0, 0, dims, 0))
+            values, after = loss(outputs, batch, groups, carry)
         found = torch.autograd.grad(values.sum(), list(leaves.values()), allow_unused=True)
         gradients = {n: g for n, g in zip(leaves, found, strict=True) if g is not None}
         with torch.no_grad():
@@ -274,16 +275,13 @@ class Trainer:
                 seen = batch.of_rows(given.final.unsqueeze(-1))
                 sums = torch.vmap(sweep.fold)(narrow(state.sums, width), outputs.detach(), seen)
                 state.keep("sums", sums, width)
-            self._move(state, width, gradients, received, groups, carry)
+            state.keep("carry", after, width)
+            self._move(state, width, gradients, received, groups, after)
             state.lanes.losses[:width] += values.detach()
 
-    def _kept_loss(
-        self, outputs: Tensor, batch: Batch, groups: Groups, carry: Tensors, dims: Any = None
-    ) -> Tensor:
-        """The method's loss; what it carries on is written over ``carry`` in the same pass."""
-        loss = over_clients(self.method.loss, (0, 0, dims, 0))
-        values: Tensor
-        values, after = loss(outputs, batch, groups, carry)
+    def _kept_loss(self, outputs: Tensor, batch: Batch, groups: Groups, carry: Tensors) -> Tensor:
+        """The method's loss, compiled; what it carries on is written in the same pass."""
+        values, after = self.method.loss(outputs, batch, groups, carry)
         with torch.no_grad():
             for name, tensor in after.items():
                 if tensor is not carry[name]:
