@@ -117,6 +117,16 @@ class RunView:
         return 0
 
     @property
+    def clients_lost(self) -> int:
+        """How often a client failed and was left out of a round for good."""
+        return sum(len(event.get("failures") or ()) for event in self.rounds)
+
+    @property
+    def clients_saved(self) -> int:
+        """How often a client failed on the fast path and was trained again on the plain one."""
+        return sum(len(event.get("saved") or ()) for event in self.rounds)
+
+    @property
     def status(self) -> str:
         """``completed``, ``interrupted``, ``failed``, or ``unfinished`` (going on, or killed)."""
         if self.finish is not None:

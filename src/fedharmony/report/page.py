@@ -438,6 +438,17 @@ def _shortcomings(run: RunView) -> list[str]:
     stale = int(run.results.get("rounds_done") or 0)
     if run.results and stale != run.rounds_done:
         found.append(f"has label scores and correlations as they were after round {stale}.")
+    if run.clients_lost:
+        found.append(
+            f"lost {_count(run.clients_lost, 'client reply', 'client replies')} for good: its "
+            "rounds went on with the others, and its numbers are not those of an undisturbed run "
+            "(see Failures)."
+        )
+    if run.clients_saved:
+        found.append(
+            f"trained {_count(run.clients_saved, 'client')} a second time, in full precision and "
+            "step by step, because the fast path gave values that are not finite."
+        )
     if run.damaged_lines:
         lines = _count(run.damaged_lines, "line")
         found.append(f"has {lines} in events.jsonl that could not be read and are left out here.")

@@ -62,6 +62,7 @@ class _State:
     best: Mapping[str, Any] = field(default_factory=dict)
     best_round: int = 0
     lost: int = 0
+    failed: int = 0
     failures: list[str] = field(default_factory=list)
 
     def take_round(self, event: Mapping[str, Any]) -> None:
@@ -70,6 +71,7 @@ class _State:
         self.seconds += float(event.get("seconds") or 0.0)
         failures = event.get("failures") or ()
         self.lost += len(failures) + len(event.get("dropped") or ())
+        self.failed += len(failures)
         self.failures += [_failure(f, self.done) for f in failures]
         del self.failures[:-_FAILURES_KEPT]
 
@@ -280,6 +282,8 @@ def _summary(state: _State, event: Mapping[str, Any]) -> str:
         text += f" (best mAP {_percent(state.best.get('mAP'))} in round {state.best_round})"
     if state.lost:
         text += f"; {state.lost} client answers missing"
+    if state.failed:
+        text += f", {state.failed} of them because clients failed: see the report"
     return f"{text}. {event['reason']}" if event.get("reason") else text
 
 

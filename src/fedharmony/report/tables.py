@@ -111,12 +111,21 @@ COLUMNS: tuple[Column, ...] = (
 
 @dataclass(frozen=True)
 class RunRow:
-    """The numbers of one run by column key, unrounded; ``complete`` is False if it did not end."""
+    """The numbers of one run by column key, unrounded.
+
+    Attributes:
+        label: of its method.
+        seed: of the run.
+        values: by column key.
+        complete: False if it did not end.
+        lost: how often a client failed and was left out of a round.
+    """
 
     label: str
     seed: int
     values: Mapping[str, float]
     complete: bool = True
+    lost: int = 0
 
 
 @dataclass(frozen=True)
@@ -136,6 +145,12 @@ class Line:
     name: str
     cells: tuple[Cell, ...]
     complete: bool = True
+    lost: int = 0
+
+    @property
+    def marks(self) -> str:
+        """What is put behind the name: the notes of the table explain it."""
+        return ("" if self.complete else " *") + (" †" if self.lost else "")
 
 
 def _cell(values: Iterable[float]) -> Cell:
@@ -184,6 +199,9 @@ class MetricTable:
             notes.append(f"mean ± sample standard deviation over {over} seeds")
         if any(not line.complete for line in self.lines):
             notes.append("* includes a run that has not finished")
+        if lost := [f"{line.name} {line.lost}" for line in self.lines if line.lost]:
+            text = "† clients failed and were left out of rounds for good, so often:"
+            notes.append(f"{text} {', '.join(lost)}")
         return tuple(notes)
 
     def text(self, column: Column, cell: Cell) -> str:
@@ -194,7 +212,7 @@ class MetricTable:
         return f"{mean} ± {column.number(cell.deviation)}"
 
     def _name(self, line: Line) -> str:
-        return line.name if line.complete else f"{line.name} *"
+        return line.name + line.marks
 
     def to_rich(self, width: int = 80) -> Table:
         """A table for a terminal ``width`` columns wide; secondary columns go first if too narrow.
@@ -361,6 +379,7 @@ def metric_table(
             label,
             tuple(cells[i] for cells in by_column),
             all(r.complete for r in rows if r.label == label),
+            sum(r.lost for r in rows if r.label == label),
         )
         for i, label in enumerate(labels)
     )
@@ -384,7 +403,7 @@ def _run_row(label: str, run: RunView) -> RunRow:
         "structure_r": run.structure.get("soft_pearson", math.nan),
         **{key: run.per_round(key) for key in ("seconds", "bytes_up", "bytes_down")},
     }
-    return RunRow(label, run.seed, values, run.status == "completed")
+    return RunRow(label, run.seed, values, run.status == "completed", run.clients_lost)
 
 
 def _escape_markdown(text: str) -> str:
