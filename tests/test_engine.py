@@ -27,7 +27,7 @@ from fedharmony.data.augment import AugmentSettings
 from fedharmony.data.base import LabelledImages, TensorImages
 from fedharmony.engine.batches import plan_batches
 from fedharmony.engine.checkpoint import digest, from_bytes, load_record, save_record, to_bytes
-from fedharmony.engine.federation import FederationSettings, problem
+from fedharmony.engine.federation import FederationSettings, Tally, problem
 from fedharmony.engine.means import Means
 from fedharmony.engine.sampling import cohort_size, draw_schedule, drops_out
 from fedharmony.errors import CheckpointError, ClientLimitError, ConfigError
@@ -427,6 +427,8 @@ def test_sampling_by_size_follows_sizes() -> None:
 
 
 def test_cohort_size() -> None:
+    assert cohort_size(3, 0.5, 3) == 3
+    assert cohort_size(3, 0.01, None) == 1
     assert cohort_size(7, 0.5, None) == 4
     with pytest.raises(ConfigError, match="more than the 3 clients"):
         cohort_size(3, 1.0, 4)
@@ -903,3 +905,36 @@ def test_a_packed_mean_is_the_new_model_as_it_is() -> None:
     assert isinstance(state.get(PARAMS), Packed)
     more = mean.update(Record({PARAMS: {"a": torch.zeros(1), "kept": torch.ones(1)}}))
     assert {n: t.tolist() for n, t in more.get(PARAMS).items()} == {"a": [1.0], "kept": [1.0]}
+
+
+def test_a_round_in_numbers() -> None:
+    """Two clients of 6 and 2 images, two epochs, 20 rows: 4 of them are padding."""
+    tally = Tally()
+    for client, images, loss, rows in ((3, 6, 1.0, 15.0), (1, 2, 3.0, 5.0)):
+        record = Record({PARAMS: {"w": torch.ones(2)}}, {"loss": loss, "rows": rows})
+        tally.count(Reply(client, images, record), epochs=2)
+    event = tally.event(0, [1, 3], 4.0)
+    assert (event["examples"], event["images"], event["images_per_second"]) == (8, 16, 4.0)
+    assert event["padding"] == pytest.approx(0.2)
+    assert event["train_loss"] == (6 * 1.0 + 2 * 3.0) / 8
+    assert (event["bytes_up"], event["bytes_down"], event["reported"]) == (16, 0, [1, 3])
+    silent = Tally().event(0, [], 1.0)
+    assert (silent["padding"], silent["train_loss"], silent["images"]) == (None, None, 0)
+    asked = Tally()
+    asked.count(Reply(0, 5, Record({PARAMS: {"w": torch.ones(1)}})), epochs=0)  # no training
+    assert (asked.images, asked.examples, asked.bytes_up, asked.reported) == (0, 0, 4, [])
+
+
+def test_the_value_outside_of_the_range_is_told() -> None:
+    expected = {"c": {"p": Form((2,), low=0, high=1)}}
+    for values, worst in (([-0.5, 0.3], "-0.5"), ([0.3, 1.5], "1.5"), ([-2.0, 3.0], "-2")):
+        reason = problem(Record({"c": {"p": torch.tensor(values)}}), expected)
+        assert reason == f"c/p holds {worst}, outside of [0, 1]"
+
+
+def test_packed_replies_of_another_type_are_refused() -> None:
+    layout = Layout.of({"w": (2,)})
+    reply = Record({PARAMS: Packed(layout, torch.zeros(layout.length, dtype=torch.float64))})
+    reason = problem(reply, {PARAMS: {"w": Form((2,))}}, True)
+    assert reason == "params/w is of torch.float64, expected torch.float32"
+    assert problem(reply, {PARAMS: {"w": Form((2,), torch.float64)}}, True) is None

@@ -754,3 +754,8 @@ def test_without_a_present_label_means_over_present_labels_are_zero(f1_mode):
     options = MetricOptions(cr_over="present", f1_mode=f1_mode)
     result = evaluate([[0.9, 0.1]], [[0, 0]], options)
     assert (result.cp, result.cr, result.cf1) == (0.0, 0.0, 0.0)
+
+
+def test_structure_refuses_scores_that_are_no_probabilities():
+    with pytest.raises(DataError, match=r"must lie in \[0, 1\]"):
+        structure_metrics([[1.5, 0.2], [0.1, 0.3]], [[1, 0], [0, 1]])
