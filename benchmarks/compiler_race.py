@@ -73,9 +73,9 @@ def main() -> None:
     parser.add_argument("--as", dest="mode", choices=["torch", "barrier"])
     options = parser.parse_args()
     if options.mode:
-        import torch._inductor.config
+        from torch._inductor import config
 
-        torch._inductor.config.force_disable_caches = True
+        config.force_disable_caches = True
         if options.mode == "barrier":
             from fedharmony.engine.gpu.barrier import compiler_is_safe
 

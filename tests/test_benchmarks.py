@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import importlib
 import json
 import subprocess
 import sys
@@ -12,6 +13,7 @@ from typing import Any
 import pytest
 import torch
 
+from fedharmony.engine.batches import plan_batches
 from fedharmony.engine.means import Means
 from toy import Toy
 
@@ -86,3 +88,52 @@ def test_steps_of_fixed_shape_are_timed_one_by_one(monkeypatch: pytest.MonkeyPat
     found = times_of_steps(watched)
     assert set(found) == {"2 x 4", "1 x 4"}
     assert all(seconds > 0 for seconds in found.values())
+
+
+@pytest.fixture
+def soak(monkeypatch: pytest.MonkeyPatch) -> Any:
+    """The benchmark, with fresh memory that holds NaN."""
+    monkeypatch.syspath_prepend(str(BENCHMARKS))
+    torch.use_deterministic_algorithms(True)  # torch then fills what it does not initialise
+    assert torch.empty(4).isnan().all()
+    yield importlib.import_module("soak")
+    torch.use_deterministic_algorithms(False)
+
+
+@pytest.mark.parametrize("method", ["fedavg", "fedharmony"])
+def test_the_soak_finds_a_client_that_is_not_as_on_the_plain_path(
+    monkeypatch: pytest.MonkeyPatch, soak: Any, method: str
+) -> None:
+    """Four clients with five images: five rows on the plain path, six on the other, one of padding.
+
+    If padding were not masked, the soak would say so; and it says so of an update that is not
+    finite, and of a client that the plain path had to save.
+    """
+
+    def verdict() -> tuple[float, float, bool]:
+        made = soak.Soaked(method, "demo", [5] * 4, 0, 16, torch.device("cpu"))
+        found: tuple[float, float, bool] = soak.judge(list(made.rounds(2)))
+        return found
+
+    apart, allowed, good = verdict()
+    assert good
+    assert apart < allowed
+
+    def unmasked(*arguments: Any) -> Any:
+        plan = plan_batches(*arguments)
+        plan.index[plan.index < 0] = 0
+        return plan
+
+    monkeypatch.setattr("fedharmony.engine.training.plan_batches", unmasked)
+    assert not verdict()[2]
+    bad = [{"fast": float("inf"), "half": 0.01, "saved": 0.0}]
+    assert not soak.judge(bad)[2]
+    assert not soak.judge([{"fast": 0.0, "half": 0.01, "saved": 1.0}])[2]
+
+
+def test_the_soak_runs_fresh_processes(tmp_path: Path) -> None:
+    options = ("--models", "demo", "--sizes", "few", "--methods", "fedavg", "--rounds", "1")
+    run("soak", *options, "--device", "cpu", "--side", "16", "--out", str(tmp_path))
+    (row,) = json.loads((tmp_path / "soak.json").read_text())["results"]
+    assert row["ok"]
+    assert row["fast"] <= row["limit"]

@@ -10,6 +10,7 @@ Replies travel as the bytes of a safetensors file: no pickle crosses a boundary.
 
 from __future__ import annotations
 
+import atexit
 import json
 import os
 from collections.abc import Iterator, Mapping, Sequence
@@ -67,6 +68,13 @@ def join(device: torch.device, wait_s: float) -> None:
     if not dist.is_initialized():
         backend = "nccl" if device.type == "cuda" else "gloo"
         dist.init_process_group(backend, timeout=timedelta(seconds=wait_s))
+        atexit.register(_leave)
+
+
+def _leave() -> None:
+    """Part from the other processes: one that ends while it still listens to them is aborted."""
+    if dist.is_initialized():
+        dist.destroy_process_group()
 
 
 class Processes:
