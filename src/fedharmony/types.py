@@ -180,6 +180,11 @@ class Record:
         )
 
 
+#: No number of a reply may be larger: its square would overflow in float32, and so would a model
+#: that is made with it.
+LARGEST = 2.0**64
+
+
 class Form(NamedTuple):
     """What a tensor of a reply must look like.
 

@@ -16,14 +16,11 @@ from fedharmony.engine.sampling import drops_out
 from fedharmony.errors import ClientLimitError
 from fedharmony.methods.base import Method, Stage
 from fedharmony.transport.base import Transport
-from fedharmony.types import BUFFERS, PARAMS, Failure, Form, Packed, Record, Reply
+from fedharmony.types import BUFFERS, LARGEST, PARAMS, Failure, Form, Packed, Record, Reply
 
 Event = dict[str, Any]
 Forms = Mapping[str, Mapping[str, Form]]
 
-#: No number of a reply may be larger: its square would overflow in float32, and so would a model
-#: that is made with it.
-LARGEST = 2.0**64
 #: How far a number may lie outside of its range by rounding.
 ROUNDING = 1e-6
 _ANY = (-math.inf, math.inf)

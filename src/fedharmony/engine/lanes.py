@@ -21,7 +21,7 @@ from fedharmony.engine.optimise import (
     adam_step,
     sgd_step,
 )
-from fedharmony.types import Layout, Packed, Tensors
+from fedharmony.types import LARGEST, Layout, Packed, Tensors
 
 #: Parameters with so many numbers have memory of their own, and the optimiser a pass for each.
 APART = 1 << 13
@@ -48,15 +48,17 @@ class Trained(NamedTuple):
 
 
 def all_finite(values: Tensor) -> Tensor:
-    """(M, ...) to (M,): whether all values of a client are finite, without a copy of them.
+    """(M, ...) to (M,): whether all values of a client are finite and of a size one can work with.
 
     >>> all_finite(torch.tensor([[1.0, 2.0], [torch.inf, 0.0], [0.0, torch.nan]])).tolist()
     [True, False, False]
+    >>> all_finite(torch.tensor([[1e30], [1e15]])).tolist()  # the square of 1e30 overflows
+    [False, True]
     """
     if not values.is_floating_point():
         return torch.ones(len(values), dtype=torch.bool, device=values.device)
     least, most = values.reshape(len(values), -1).aminmax(dim=1)  # a NaN is both
-    return least.isfinite() & most.isfinite()
+    return (least >= -LARGEST) & (most <= LARGEST)
 
 
 class Lanes:
