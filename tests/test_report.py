@@ -548,6 +548,34 @@ def test_the_run_page_says_what_was_reached(
     assert "No client dropped out or failed." in _words(pages("fedavg"))
 
 
+def test_lost_clients_are_said_at_the_top_and_marked_in_tables(tmp_path: Path) -> None:
+    """Two failures in each of 2 × 2 runs; without failures there is neither mark nor notice."""
+    lossy = write_fake_comparison(tmp_path / "lossy", seeds=(0, 1), failures=True)
+    sound = write_fake_comparison(tmp_path / "sound", seeds=(0, 1), failures=False)
+    words = _words(write_report(lossy, tmp_path / "lossy.html"))
+    assert "fedavg, seed 0 lost 2 client replies for good" in words
+    assert words.index("for good") < words.index("On the pooled test set")
+    assert "fedavg †" in words
+    note = "† clients failed and were left out of rounds for good, so often: fedavg 4, fedharmony 4"
+    assert note in words
+    table = table_of(load_comparison(lossy).groups)
+    assert f"{note}." in table.to_markdown()
+    assert "fedharmony †" in table.to_markdown()
+    words = _words(write_report(sound, tmp_path / "sound.html"))
+    assert "†" not in words
+    assert "for good" not in words
+
+
+def test_clients_that_the_plain_path_saved_are_said(tmp_path: Path) -> None:
+    folder = write_fake_run(tmp_path / "run", failures=False)
+    lines = (folder / "events.jsonl").read_text().splitlines()
+    events = [json.loads(line) for line in lines]
+    next(e for e in events if e["event"] == "round")["saved"] = [3, 5]
+    (folder / "events.jsonl").write_text("\n".join(map(json.dumps, events)) + "\n")
+    words = _words(write_report(folder, tmp_path / "page.html"))
+    assert "This run trained 2 clients a second time, in full precision" in words
+
+
 def test_what_is_missing_is_said(pages: Callable[[str], Path]) -> None:
     words = _words(pages("unfinished"))
     assert "This run has not finished: 11 of 30 rounds are in its log." in words
