@@ -240,7 +240,8 @@ def test_a_pass_that_diverges_is_left_out_by_name(
 ) -> None:
     """Parameters are finite, what a client found out about its data is not."""
     half = FederationSettings(max_failures=0.5)
-    toy = Toy("fedharmony", sizes=(5, 5, 4), rounds=1, means=means, federation=half)
+    config = {"measured": "after"}
+    toy = Toy("fedharmony", config, sizes=(5, 5, 4), rounds=1, means=means, federation=half)
     sweep = toy.trainer.sweeper.sweep
 
     def broken(*arguments: Any) -> dict[str, Tensor]:
@@ -475,7 +476,8 @@ def test_images_come_in_the_precision_of_products(
         return apply(self, params, images, *inputs)
 
     monkeypatch.setattr(Model, "apply", watched)
-    Toy("fedharmony", rounds=1, means=Means(half=half, fixed=True)).run()
+    config = {"measured": "after"}
+    Toy("fedharmony", config, rounds=1, means=Means(half=half, fixed=True)).run()
     assert seen == {(grad, torch.bfloat16 if half else torch.float32) for grad in (False, True)}
 
 

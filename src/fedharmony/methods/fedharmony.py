@@ -119,9 +119,9 @@ class FedHarmony(Method):
                 less than the last cohort. What is older goes into running sums ("median" and
                 "trimmed" forget it): it still teaches, and fades, but a client whose matrix is in
                 the sums can no longer be left out of its own teacher.
-            measured: R_k "after" training, by one more pass over the local data, or "during" it:
-                from the outputs of the last local epoch, which cost nothing more. These are of
-                the augmented images, and of a model that still moves.
+            measured: R_k "during" training, from the outputs of the last local epoch, which cost
+                nothing more (they are of the augmented images, and of a model that still moves),
+                or "after" it, by one more pass over the local data.
             teacher: "last_round" uses R_j uploaded with the models (one exchange per round);
                 "this_round" asks the cohort for R_j of the received model first.
             cold_start: round 0 trains without a teacher ("none"), or with one made from the
@@ -162,7 +162,7 @@ class FedHarmony(Method):
         memory: Literal["all_seen", "last_cohort"] = "all_seen"
         staleness_decay: Annotated[float, Gt(0), Le(1)] = 0.9
         table_mb: Annotated[int, Ge(1)] = 256
-        measured: Literal["after", "during"] = "after"
+        measured: Literal["after", "during"] = "during"
         teacher: Literal["last_round", "this_round"] = "last_round"
         cold_start: Literal["none", "labels"] = "none"
         groups: Annotated[int, Ge(1)] | None = None
@@ -185,6 +185,7 @@ class FedHarmony(Method):
         # exp(−s), every client alike; ε alone guards the denominator (clamp: only float32's limit).
         "paper_literal": {
             "warmup_rounds": 0,
+            "measured": "after",
             "clamp": 1e-6,
             "estimator": "batch",
             "reduction": "sum",
