@@ -14,7 +14,7 @@ import pytest
 import kill_points
 
 POINTS = {
-    "run": ["open out/.environment", "torn fsync out/events", "remove out/.fedharmony-lock"],
+    "run": ["open out/.environment", "torn fsync out/events", "rename out/.results.json"],
     "compare": ["remove out/fedavg/seed-0/.fedharmony-lock"],
     "tune": ["rename out/.tune.json"],
     "prepare": ["torn fsync cache/images"],

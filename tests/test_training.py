@@ -844,6 +844,22 @@ def test_widths_on_a_gpu_follow_from_its_memory(
     assert Trial(small_vit(), params, Means(graphs=True), gpu, 16, (3, 8, 8)).rule() == rule
 
 
+def test_a_model_is_evaluated_alike_whether_clients_or_a_file_gave_it() -> None:
+    """Clients' models lie transposed in one row; a product of that has other last bits."""
+    small = ("data.train=60", "data.test=12", "split.clients=3", "engine.device=cpu")
+    shape = ("model.width=8", "model.depth=1", "model.heads=2", "model.patch=16")
+    assembly = assemble(load_settings("demo", [*small, *shape]))
+    state = assembly.initial_state()
+    params = state.get(PARAMS)
+    layout = Layout.of({n: tuple(t.shape) for n, t in params.items()})
+    packed = Packed(layout, torch.zeros(layout.length))
+    for name, tensor in params.items():
+        packed[name].copy_(tensor)
+    assert not packed["blocks.0.attn.qkv.weight"].is_contiguous()
+    found = [assembly.evaluate(s).structure for s in (state, state.replace({PARAMS: packed}))]
+    assert (found[0].soft_matrix == found[1].soft_matrix).all()
+
+
 def test_padding_of_a_round_is_counted() -> None:
     """Sizes 5, 3 and 2, batch 4, one epoch: of the exact stack 3 × 4 rows, then 1 × 4 (one image).
 

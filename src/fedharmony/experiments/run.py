@@ -238,7 +238,9 @@ class Assembly:
         """The global model on the pooled test set; on request also user by user."""
         store, test = ScoreStore(), self.data.test
         groups, message = (PARAMS, FROZEN, BUFFERS), self.method.evaluation(state)
-        params = {n: t.unsqueeze(0) for g in groups for n, t in state.get(g).items()}
+        # In one memory order, whether the state comes from clients or from a file: products of
+        # transposed matrices have other last bits.
+        params = {n: t.contiguous().unsqueeze(0) for g in groups for n, t in state.get(g).items()}
         for start in range(0, len(test), EVAL_BATCH):
             index = torch.arange(start, min(start + EVAL_BATCH, len(test)))
             images = test.images.gather(index, self.device)
