@@ -719,6 +719,18 @@ def test_consensus_and_clusters_are_shown() -> None:
     assert toy.method.artifacts(toy.initial()) == {}
 
 
+def test_many_labels_are_clustered_every_fifth_round() -> None:
+    """A third of a second each time with 1,628 labels; the setting overrules it."""
+    task = Task(classes=511, clients=2, rounds=1, batch_size=1, epochs=1, seed=0, width=1, lr=0.1)
+    many = replace(task, classes=512)
+    config = FedHarmony.Config()
+    assert (FedHarmony(config, task).cluster_every, FedHarmony(config, many).cluster_every) == (
+        1,
+        5,
+    )
+    assert FedHarmony(FedHarmony.Config(cluster_every=2), many).cluster_every == 2
+
+
 def test_more_pairs_than_the_machine_can_hold(monkeypatch: pytest.MonkeyPatch) -> None:
     """A method that compares all pairs says so before the first matrix: 100 · 50² bytes here."""
     monkeypatch.setattr("fedharmony.methods.fedharmony.machine_memory", lambda: 1_000_000)
