@@ -637,7 +637,13 @@ def main() -> None:
         code = 130
     except Exception as error:
         code = _last_resort(error, debug)
-    raise SystemExit(_flushed(code or 0))
+    code = _flushed(code or 0)
+    if code == 128 + signal.SIGINT:
+        # Where the interrupt passed through code that was run from a string, Python takes it for
+        # unhandled, whatever we did, and would end by the signal instead of with this code.
+        atexit._run_exitfuncs()
+        os._exit(code)
+    raise SystemExit(code)
 
 
 def _last_resort(error: Any, debug: bool) -> int:
