@@ -246,14 +246,8 @@ def test_a_client_that_diverges_is_left_out_by_name(
     assert "holds a value that is not finite" in failure["reason"]
 
 
-@pytest.mark.parametrize("means", [Means(), FIXED], ids=["exact", "fixed"])
-def test_a_pass_that_diverges_is_left_out_by_name(
-    monkeypatch: pytest.MonkeyPatch, means: Means
-) -> None:
-    """Parameters are finite, what a client found out about its data is not."""
-    half = FederationSettings(max_failures=0.5)
-    config = {"measured": "after"}
-    toy = Toy("fedharmony", config, sizes=(5, 5, 4), rounds=1, means=means, federation=half)
+def spoil_pass(monkeypatch: pytest.MonkeyPatch, toy: Toy) -> None:
+    """What the third client of a stack finds out about its data is not finite."""
     sweep = toy.trainer.sweeper.sweep
 
     def broken(*arguments: Any) -> dict[str, Tensor]:
@@ -262,6 +256,17 @@ def test_a_pass_that_diverges_is_left_out_by_name(
         return found
 
     monkeypatch.setattr(toy.trainer.sweeper, "sweep", broken)
+
+
+@pytest.mark.parametrize("means", [Means(), FIXED], ids=["exact", "fixed"])
+def test_a_pass_that_diverges_is_left_out_by_name(
+    monkeypatch: pytest.MonkeyPatch, means: Means
+) -> None:
+    """Parameters are finite, what a client found out about its data is not."""
+    half = FederationSettings(max_failures=0.5)
+    config = {"measured": "after"}
+    toy = Toy("fedharmony", config, sizes=(5, 5, 4), rounds=1, means=means, federation=half)
+    spoil_pass(monkeypatch, toy)
     _, events = toy.run()
     assert events[0]["reported"] == [0, 1]
     assert "correlation/upper holds a value" in events[0]["failures"][0]["reason"]
@@ -306,14 +311,7 @@ def test_a_pass_that_only_the_fast_path_spoils_is_made_again(
     """The model is finite, what the pass over the data found is not."""
     means = Means(half=True, fixed=True)
     toy = Toy("fedharmony", {"measured": "after"}, sizes=(5, 5, 4), rounds=1, means=means)
-    sweep = toy.trainer.sweeper.sweep
-
-    def broken(*arguments: Any) -> dict[str, Tensor]:
-        found = sweep(*arguments)
-        found["upper"][2, 1] = torch.inf
-        return found
-
-    monkeypatch.setattr(toy.trainer.sweeper, "sweep", broken)
+    spoil_pass(monkeypatch, toy)
     _, events = toy.run()
     assert events[0]["saved"] == [2]
     assert events[0]["reported"] == [0, 1, 2]
