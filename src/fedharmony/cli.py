@@ -640,7 +640,7 @@ def main() -> None:
     code = _flushed(code or 0)
     if code == 128 + signal.SIGINT:
         # In about one case of seven Python then ended by the signal instead of with this code, as
-        # it does after an interrupt that nobody handled; why it takes this one for such is not known.
+        # it does after an interrupt that nobody handled. Why it takes this one for such is unknown.
         atexit._run_exitfuncs()
         os._exit(code)
     raise SystemExit(code)
