@@ -16,6 +16,7 @@ from fedharmony.data.augment import AugmentSettings
 from fedharmony.data.base import LabelledImages, TensorImages
 from fedharmony.engine.cohort import Cohort
 from fedharmony.engine.federation import Federation, FederationSettings
+from fedharmony.engine.head_start import opening
 from fedharmony.engine.means import Means
 from fedharmony.engine.memory import ClientMemory
 from fedharmony.engine.optimise import TrainSettings
@@ -160,6 +161,7 @@ class Toy:
             self.federation,
             self.seed,
             self.epochs,
+            opening(self.method, self.model.head, self.federation),
         )
 
     def run(self) -> tuple[Record, list[dict[str, Any]]]:

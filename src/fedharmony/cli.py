@@ -343,7 +343,7 @@ def tune(
     quiet: Quiet = False,
     plugin: Plugins = None,
 ) -> None:
-    """Search the learning rate and one setting of each method, on held-out training images.
+    """Search the learning rate and settings of each method, on held-out training images.
 
     Example: `fedharmony tune demo tune.rounds=8 --methods fedavg,fedprox`
 
@@ -370,11 +370,10 @@ def tune(
     for heading in ("Method", "lr", "setting", f"{CRITERION} before", f"{CRITERION} found", ""):
         table.add_column(heading, justify="left" if heading in ("Method", "setting") else "right")
     for f in found:
-        value = f.default if f.value is None else f.value
         table.add_row(
             f.method,
             f"{f.lr:g}",
-            f"{f.setting} = {value}" if f.setting else "",
+            ", ".join(map(str, f.choices)),
             "" if f.start is None else f"{100 * f.start:.1f}",
             f"{100 * f.score:.1f}",
             "; ".join(f"{name} is at the end of its grid" for name in f.edges),

@@ -144,6 +144,32 @@ def merge(base: Mapping[str, Any], top: Mapping[str, Any]) -> Tree:
     return result
 
 
+def flat(tree: Mapping[str, Any]) -> Tree:
+    """Values by their dotted names.
+
+    >>> flat({"mu": 1, "train": {"lr": 0.1}})
+    {'mu': 1, 'train.lr': 0.1}
+    """
+    found: Tree = {}
+    for key, value in tree.items():
+        below = flat(value) if isinstance(value, Mapping) else {"": value}
+        found |= {f"{key}.{name}" if name else key: leaf for name, leaf in below.items()}
+    return found
+
+
+def nested(values: Mapping[str, Any]) -> Tree:
+    """The tree of values by their dotted names, the inverse of :func:`flat`.
+
+    >>> nested({"mu": 1, "train.lr": 0.1})
+    {'mu': 1, 'train': {'lr': 0.1}}
+    """
+    tree: Tree = {}
+    for name, value in values.items():
+        first, dot, rest = name.partition(".")
+        tree = merge(tree, {first: nested({rest: value}) if dot else value})
+    return tree
+
+
 def _copy(tree: Mapping[str, Any]) -> Tree:
     return {k: _copy(v) if isinstance(v, Mapping) else v for k, v in tree.items()}
 

@@ -10,15 +10,18 @@ from typing import Annotated, Any, Literal
 
 import torch
 from annotated_types import Ge, Gt, Le, Lt
+from pydantic import Field
 from torch import Tensor
 
 from fedharmony.engine.sampling import drops_out
+from fedharmony.engine.server_average import ServerAverage
 from fedharmony.errors import ClientLimitError
 from fedharmony.methods.base import Method, Stage
 from fedharmony.transport.base import Transport
 from fedharmony.types import BUFFERS, LARGEST, PARAMS, Failure, Form, Packed, Record, Reply
 
 Event = dict[str, Any]
+AverageRule = Annotated[float, Ge(0), Lt(1)] | Annotated[str, Field(pattern="^last:[1-9][0-9]?$")]
 Forms = Mapping[str, Mapping[str, Form]]
 
 #: How far a number may lie outside of its range by rounding.
@@ -39,6 +42,13 @@ class FederationSettings:
             gives large clients weight ∝ n²; that is what the FedHarmony paper prints.
         drop_rate: chance that a selected client is lost after it received its message.
         max_failures: a round in which a larger share of the asked clients fails stops the run.
+        head_start: "closed_form" solves a linear head before the first training, from sums over the
+            clients' features (``engine/head_start.py``); "random" leaves it as it was drawn.
+        head_ridge: ρ of that head, in units of the mean variance of a feature.
+        head_clients: who sends these sums: "all" clients, the first "cohort", or so many, drawn.
+        server_average: the model that is evaluated and given away is a running mean of the global
+            models, ``s ← e s + (1 − e) θ`` with e = min(this, t/(t + 3)), or the plain mean of the
+            last K of them ("last:K"); clients go on from θ. 0 averages nothing.
         central: one party trains, on all images with all their labels; a round sees as many images
             as the cohort would have trained on. For "fedavg" only.
     """
@@ -49,6 +59,10 @@ class FederationSettings:
     average: Literal["size", "uniform"] = "size"
     drop_rate: Annotated[float, Ge(0), Lt(1)] = 0.0
     max_failures: Annotated[float, Ge(0), Le(1)] = 0.5
+    head_start: Literal["random", "closed_form"] = "random"
+    head_ridge: Annotated[float, Gt(0), Le(1e6)] = 0.01
+    head_clients: Annotated[int, Ge(1)] | Literal["all", "cohort"] = "all"
+    server_average: AverageRule = 0.0
     central: bool = False
 
 
@@ -108,7 +122,10 @@ class Tally:
 
 @dataclass(frozen=True)
 class Federation:
-    """One method, its clients, and the cohorts of all rounds."""
+    """One method, its clients, and the cohorts of all rounds.
+
+    ``opening`` are exchanges before the first training, whatever the method.
+    """
 
     method: Method
     transport: Transport
@@ -116,6 +133,15 @@ class Federation:
     settings: FederationSettings
     seed: int
     epochs: int
+    opening: Sequence[Stage] = ()
+
+    def stages(self, round: int) -> Sequence[Stage]:
+        """The exchanges of a round: the method's, and before the first training the opening."""
+        stages = self.method.stages(round)
+        if round > 0 or not self.opening:
+            return stages
+        first = next((i for i, stage in enumerate(stages) if stage.train), len(stages))
+        return [*stages[:first], *self.opening, *stages[first:]]
 
     def run(
         self,
@@ -124,16 +150,24 @@ class Federation:
         observe: Callable[[Event], None],
         after_round: Callable[[int, Record], None],
     ) -> Record:
-        """Rounds ``start`` … T−1; ``after_round(t, state)`` evaluates and saves."""
+        """Rounds ``start`` … T−1; ``after_round(t, state)`` evaluates and saves.
+
+        After the last training nobody goes on from the global model, and the average takes its
+        place: a stage that still follows sees the model that will be given away.
+        """
         everyone = [k for k, size in enumerate(self.transport.sizes) if size > 0]
+        average = ServerAverage(self.settings.server_average)
         for round in range(start, len(self.schedule)):
             began, tally, cohort = time.perf_counter(), Tally(), self.schedule[round]
-            for stage in self.method.stages(round):
+            for stage in self.stages(round):
                 sent = stage.broadcast(state, round, everyone if stage.everyone else cohort)
                 replies = self._replies(stage, state, round, sent, tally)
                 outcome = stage.aggregate(state, round, sent, replies)
                 self._enforce_limit(stage, round, len(sent), tally)
                 state = outcome.state
+                if stage.train:
+                    state = average.add(state, round)
+                    state = average.shown(state) if round + 1 == len(self.schedule) else state
                 tally.weights.update(outcome.weights)
                 tally.log.update(outcome.log)
             observe(tally.event(round, cohort, time.perf_counter() - began))

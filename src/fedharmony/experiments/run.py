@@ -28,17 +28,19 @@ from fedharmony.engine.cohort import Cohort
 from fedharmony.engine.federation import Event, Federation, FederationSettings
 from fedharmony.engine.gpu.barrier import compiler_is_safe
 from fedharmony.engine.gpu.payoff import compiling_pays
+from fedharmony.engine.head_start import opening
 from fedharmony.engine.means import Means
 from fedharmony.engine.memory import SEALS, ClientMemory
 from fedharmony.engine.optimise import TrainSettings
 from fedharmony.engine.room import StackRule, Trial
 from fedharmony.engine.sampling import cohort_size, draw_schedule, gathered_rounds
+from fedharmony.engine.server_average import ServerAverage
 from fedharmony.errors import CheckpointError, ConfigError, FedHarmonyError, Stopped
 from fedharmony.experiments.binding import Binding, bind
 from fedharmony.experiments.folder import EventLog, RunFolder, Saved, environment, jsonable
 from fedharmony.experiments.settings import CENTRAL_METHOD, EngineSettings, Settings
 from fedharmony.files import refuse_if_held
-from fedharmony.methods.base import Method, Task, methods
+from fedharmony.methods.base import Method, Stage, Task, methods
 from fedharmony.metrics import (
     ClientsResult,
     MultiLabelResult,
@@ -154,6 +156,7 @@ class Assembly:
     model: Model
     method: Method
     schedule: list[list[int]]
+    opening: list[Stage]  # exchanges before the first training
     device: torch.device
     means: Means
     bound: Binding  # what all this was made of
@@ -211,6 +214,7 @@ class Assembly:
             settings=self.taking_part,
             seed=self.settings.run.seed,
             epochs=self.training.epochs,
+            opening=self.opening,
         )
 
     @property
@@ -222,7 +226,7 @@ class Assembly:
     @property
     def taking_part(self) -> FederationSettings:
         """Who takes part; one party in place of a cohort does not drop out."""
-        federation = self.settings.federation
+        federation = self.settings.taking_part
         return replace(federation, drop_rate=0.0) if federation.central else federation
 
     def stack_rule(self) -> StackRule:
@@ -237,6 +241,7 @@ class Assembly:
     def evaluate(self, state: Record, by_user: bool = False) -> Evaluation:
         """The global model on the pooled test set; on request also user by user."""
         store, test = ScoreStore(), self.data.test
+        state = ServerAverage(self.taking_part.server_average).shown(state)
         groups, message = (PARAMS, FROZEN, BUFFERS), self.method.evaluation(state)
         # In one memory order, whether the state comes from clients or from a file: products of
         # transposed matrices have other last bits.
@@ -422,6 +427,7 @@ def assemble(
         model=model,
         method=method,
         schedule=schedule,
+        opening=opening(method, model.head, settings.taking_part),
         device=device,
         means=choose_means(
             settings.engine,

@@ -35,8 +35,10 @@ from fedharmony.config import (
     FilePath,
     Tree,
     build,
+    flat,
     keys,
     merge,
+    nested,
     override,
     read_toml,
     tree_of,
@@ -204,6 +206,13 @@ CENTRAL, CENTRAL_METHOD = "central", "fedavg"
 #: Settings of local training that a method may have for itself. Epochs and batch size stay common:
 #: they decide how much work a round is.
 OWN_TRAINING = ("optimiser", "lr", "momentum", "weight_decay")
+#: Settings of the federation that a method, or a preset of it, may have for itself.
+OWN_FEDERATION = ("head_start", "head_ridge", "head_clients", "server_average")
+#: Both: sections of which a method's section may hold a part, and which part.
+OWN_SECTIONS: Mapping[str, tuple[str, ...]] = {
+    "train": OWN_TRAINING,
+    "federation": OWN_FEDERATION,
+}
 
 
 @dataclass(frozen=True)
@@ -253,19 +262,34 @@ class Settings:
     @property
     def training(self) -> TrainSettings:
         """Local training of the chosen method: ``[train]``, changed by the method's own."""
-        return replace(self.train, **self.methods.get(self.method_name, {}).get("train", {}))
+        return replace(self.train, **self._own("train"))
+
+    @property
+    def taking_part(self) -> FederationSettings:
+        """The federation of the chosen method: ``[federation]``, changed by the method's own."""
+        return replace(self.federation, **self._own("federation"))
+
+    def _own(self, section: str) -> Tree:
+        """What the chosen method has for itself of a section: its preset's, then the file's."""
+        given = self.methods.get(self.method_name, {}).get(section, {})
+        return {**self._preset().get(section, {}), **given}
+
+    def _preset(self) -> Mapping[str, Any]:
+        name, _, preset = self.run.method.partition(":")
+        presets = methods[name].presets
+        preset = preset or next(iter(presets))
+        if preset not in presets:
+            raise ConfigError(
+                f"Method {name!r} has no preset {preset!r}. {nearest(preset, presets)}"
+            )
+        return presets[preset]
 
     def method_config(self) -> Any:
         """The chosen method's settings: its preset, then what the file says."""
-        name, _, preset = self.run.method.partition(":")
-        cls = methods[name]
-        preset = preset or next(iter(cls.presets))
-        if preset not in cls.presets:
-            raise ConfigError(
-                f"Method {name!r} has no preset {preset!r}. {nearest(preset, cls.presets)}"
-            )
-        own = {k: v for k, v in self.methods.get(name, {}).items() if k != "train"}
-        return build(cls.Config, {**cls.presets[preset], **own}, f"methods.{name}")
+        name = self.method_name
+        own = {**self._preset(), **self.methods.get(name, {})}
+        own = {k: v for k, v in own.items() if k not in OWN_SECTIONS}
+        return build(methods[name].Config, own, f"methods.{name}")
 
     def with_run(self, method: str | None = None, seed: int | None = None) -> Settings:
         """The same settings for another method or seed (of the run and of the initial model)."""
@@ -303,6 +327,7 @@ class Settings:
         }
         name = self.method_name
         chosen = {**self.methods.get(name, {}), **tree_of(self.method_config())}
+        chosen |= {s: own for s in OWN_SECTIONS if (own := self._own(s))}
         sections["methods"] = {k: v for k, v in {**self.methods, name: chosen}.items() if v}
         sections["tune"] = {**tree_of(self.tune), **self.grids}
         return sections
@@ -380,18 +405,20 @@ def compose(tree: Mapping[str, Any]) -> Settings:
     run = build(RunSettings, part["run"], "run")
     load_plugins(run.plugins)
     train = build(TrainSettings, part["train"], "train")
+    federation = build(FederationSettings, part["federation"], "federation")
+    common = {"train": train, "federation": federation}
     for name, values in part["methods"].items():
-        _check_method(name, values, train)
+        _check_method(name, values, common)
     grids = {k: dict(v) for k, v in part["tune"].items() if isinstance(v, Mapping)}
     for name, grid in grids.items():
-        _check_grid(name, grid)
+        _check_grid(name, grid, common)
     settings = Settings(
         run=run,
         **{name: _component(*COMPONENTS[name], part[name], name) for name in COMPONENTS},
         train=train,
         loss=build(LossSettings, part["loss"], "loss"),
         augment=build(AugmentSettings, part["augment"], "augment"),
-        federation=build(FederationSettings, part["federation"], "federation"),
+        federation=federation,
         metrics=build(MetricOptions, part["metrics"], "metrics"),
         engine=build(EngineSettings, part["engine"], "engine"),
         tune=build(TuneSettings, {k: v for k, v in part["tune"].items() if k not in grids}, "tune"),
@@ -402,7 +429,9 @@ def compose(tree: Mapping[str, Any]) -> Settings:
     return settings
 
 
-def _check_method(name: str, values: Any, train: TrainSettings) -> None:
+def _check_method(
+    name: str, values: Any, common: Mapping[str, Any], section: str = "methods"
+) -> None:
     """Refuse settings of an unknown method, and settings it does not have."""
     if name not in methods:
         raise ConfigError(
@@ -413,33 +442,34 @@ def _check_method(name: str, values: Any, train: TrainSettings) -> None:
             f"methods.{name} = {shown(values)} must be a section, for instance [methods.{name}]. "
             f"The method is chosen by run.method={name}."
         )
-    own = values.get("train", {})
-    if not isinstance(own, Mapping):
-        raise ConfigError(f"methods.{name}.train must be a section, [methods.{name}.train].")
-    for key in own:
-        if key not in OWN_TRAINING:
-            raise ConfigError(
-                f"Unknown setting methods.{name}.train.{key}. {nearest(key, OWN_TRAINING)} "
-                "Everything else of [train] is common to all methods."
-            )
-    build(TrainSettings, {**tree_of(train), **own}, f"methods.{name}.train")
-    values = {key: value for key, value in values.items() if key != "train"}
-    build(methods[name].Config, values, f"methods.{name}")
+    for part, allowed in OWN_SECTIONS.items():
+        own, where = values.get(part, {}), f"{section}.{name}.{part}"
+        if not isinstance(own, Mapping):
+            raise ConfigError(f"{where} must be a section, [{where}].")
+        for key in own:
+            if key not in allowed:
+                raise ConfigError(
+                    f"Unknown setting {where}.{key}. {nearest(key, allowed)} "
+                    f"Everything else of [{part}] is common to all methods."
+                )
+        build(type(common[part]), {**tree_of(common[part]), **own}, where)
+    values = {key: value for key, value in values.items() if key not in OWN_SECTIONS}
+    build(methods[name].Config, values, f"{section}.{name}")
 
 
-def _check_grid(name: str, grid: Mapping[str, Any]) -> None:
+def _check_grid(name: str, grid: Mapping[str, Any], common: Mapping[str, Any]) -> None:
     """Refuse a grid for an unknown method, and values its setting cannot have."""
     if name not in methods:
         raise ConfigError(
             f"Section [tune.{name}]: there is no such method. {nearest(name, methods.names())}"
         )
-    for key, values in grid.items():
+    for key, values in flat(grid).items():
         if not isinstance(values, list) or not values:
             raise ConfigError(
                 f"tune.{name}.{key} = {shown(values)} must be a list of values to try."
             )
         for value in values:
-            build(methods[name].Config, {key: value}, f"tune.{name}")
+            _check_method(name, nested({key: value}), common, "tune")
 
 
 def load_settings(source: str | Path, changes: Sequence[str] = ()) -> Settings:

@@ -1,20 +1,20 @@
-"""Choosing settings: the learning rate, and one setting of each method.
+"""Choosing settings: the learning rate, and some settings of each method.
 
 Methods differ in the settings that suit them; compared at one common setting, some are compared at
 a bad one. A trial is an ordinary run that is evaluated on images held out of the training clients
 (``split.holdout``): the test set plays no part. First the learning rates are tried at the method's
-own defaults, then the values of its setting at the best learning rate.
+own defaults, then, one after the other, the values of its settings at the best found so far.
 """
 
 from __future__ import annotations
 
 import math
 from collections.abc import Callable, Iterator, Mapping, Sequence
-from dataclasses import dataclass, replace
+from dataclasses import asdict, dataclass, replace
 from pathlib import Path
 from typing import Any
 
-from fedharmony.config import to_toml, tree_of
+from fedharmony.config import flat, merge, nested, to_toml
 from fedharmony.data.base import DataSet
 from fedharmony.engine.checkpoint import write_file
 from fedharmony.errors import ConfigError
@@ -40,15 +40,25 @@ class Trial:
 
 
 @dataclass(frozen=True)
+class Choice:
+    """The best value of one setting: None if the default won."""
+
+    setting: str
+    value: Any
+    default: Any
+
+    def __str__(self) -> str:
+        return f"{self.setting} = {self.default if self.value is None else self.value}"
+
+
+@dataclass(frozen=True)
 class Found:
     """The best settings of one method.
 
     Attributes:
         method: its name.
         lr: best learning rate.
-        setting: the method's setting that was searched, if it has one.
-        value: its best value; None if the default won.
-        default: its default.
+        choices: its settings that were searched, in their order.
         score: the best score.
         start: the score at the configured learning rate and the method's defaults, if tried.
         edges: settings whose best value lies at the end of its grid.
@@ -56,9 +66,7 @@ class Found:
 
     method: str
     lr: float
-    setting: str | None
-    value: Any
-    default: Any
+    choices: tuple[Choice, ...]
     score: float
     start: float | None
     edges: tuple[str, ...]
@@ -94,21 +102,20 @@ class Search:
         lr = self.settings.train.lr
         return tuple(sorted(self.settings.tune.lr or (lr / 3, lr, lr * 3)))
 
-    def grid(self, method: str) -> tuple[str, tuple[Any, ...]] | None:
-        """The setting of a method that is searched, and its values."""
+    def grid(self, method: str) -> dict[str, tuple[Any, ...]]:
+        """The settings of a method that are searched, and their values.
+
+        A setting of the federation that a method may have for itself counts as one of its own:
+        ``federation.server_average``.
+        """
         found = self.settings.grids.get(method) or methods[method].search
-        if len(found) > 1:
-            raise ConfigError(
-                f"[tune.{method}] names {len(found)} settings ({', '.join(found)}); one is "
-                "searched. Choose the one that matters most."
-            )
-        return next(((key, tuple(values)) for key, values in found.items()), None)
+        return {key: tuple(values) for key, values in flat(found).items()}
 
     def trial(self, method: str, lr: float, changes: Mapping[str, Any]) -> Planned:
-        """The run that tries a learning rate and a value."""
+        """The run that tries a learning rate and values of settings."""
         base, tune = self.settings, self.settings.tune
-        own = {**base.methods.get(method, {}), **changes}
-        own["train"] = {**own.get("train", {}), "lr": lr}
+        given = base.methods.get(method, {})
+        own = merge(given, nested({"train.lr": lr, **changes}))
         common = replace(base.split.common, holdout=tune.holdout)
         settings = replace(
             base.with_run(method),
@@ -121,19 +128,21 @@ class Search:
         return Planned(settings, RunFolder(self.out / "trials" / method / folder_name(name)))
 
     def plan(self) -> Iterator[Planned]:
-        """Every trial that may be run, to be checked before the first one is."""
+        """Trials that may be run, each setting by itself: to be checked before the first one is."""
         for method in self.methods:
             for lr in self.rates():
                 yield self.trial(method, lr, {})
-                if grid := self.grid(method):
-                    for value in grid[1]:
-                        yield self.trial(method, lr, {grid[0]: value})
+                for setting, values in self.grid(method).items():
+                    for value in values:
+                        yield self.trial(method, lr, {setting: value})
 
     @property
     def size(self) -> int:
         """The number of trials, at most."""
-        grids = [self.grid(name) for name in self.methods]
-        return sum(len(self.rates()) + (len(grid[1]) if grid else 0) for grid in grids)
+        return sum(
+            len(self.rates()) + sum(len(values) for values in self.grid(name).values())
+            for name in self.methods
+        )
 
     # -- the search --------------------------------------------------------------------------------
 
@@ -177,20 +186,29 @@ class Search:
         by_rate = {lr: score(method, lr, {}) for lr in rates}
         lr = _best(by_rate)
         best, edges = by_rate[lr], ["train.lr"] if _at_edge(lr, rates) else []
-        setting, value, default = None, None, None
-        if grid := self.grid(method):
-            setting, values = grid
-            default = getattr(self.settings.with_run(method).method_config(), setting)
+        chosen: dict[str, Any] = {}
+        choices = []
+        for setting, values in self.grid(method).items():
+            default = self._default(method, setting)
             by_value = {default: best} | {
-                v: score(method, lr, {setting: v}) for v in values if v != default
+                v: score(method, lr, {**chosen, setting: v}) for v in values if v != default
             }
-            chosen = _best(by_value)
-            value = None if chosen == default else chosen
-            best = by_value[chosen]
-            if all(isinstance(v, int | float) for v in values) and _at_edge(chosen, values):
+            value = _best(by_value)
+            best = by_value[value]
+            if value != default:
+                chosen[setting] = value
+            choices.append(Choice(setting, chosen.get(setting), default))
+            numbers = [v for v in values if isinstance(v, int | float)]
+            if len(numbers) == len(values) and _at_edge(value, numbers):
                 edges.append(setting)
         start = by_rate.get(self.settings.train.lr)
-        return Found(method, lr, setting, value, default, best, start, tuple(edges))
+        return Found(method, lr, tuple(choices), best, start, tuple(edges))
+
+    def _default(self, method: str, setting: str) -> Any:
+        """The value of a setting where the search leaves it alone."""
+        settings = self.settings.with_run(method)
+        _section, dot, key = setting.rpartition(".")
+        return getattr(settings.taking_part if dot else settings.method_config(), key)
 
     def _write(self, found: Sequence[Found], trials: Sequence[Trial]) -> None:
         RunFolder(self.out).write_json(
@@ -198,7 +216,7 @@ class Search:
             {
                 "criterion": f"{CRITERION} on held-out images",
                 "holdout": self.settings.tune.holdout,
-                "found": [tree_of(f) for f in found],
+                "found": [asdict(f) for f in found],
                 "trials": [
                     {"method": t.method, "changes": dict(t.changes), CRITERION: t.score}
                     | {"folder": t.folder}
@@ -207,7 +225,7 @@ class Search:
             },
         )
         sections = {
-            f.method: ({f.setting: f.value} if f.setting and f.value is not None else {})
+            f.method: nested({c.setting: c.value for c in f.choices if c.value is not None})
             | {"train": {"lr": f.lr}}
             for f in found
         }

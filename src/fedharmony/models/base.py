@@ -116,8 +116,11 @@ class Head(ABC):
     Attributes:
         reads: what :meth:`apply` is given: one vector per image, or one per patch.
         frozen: names of parameters that are neither trained, averaged nor sent.
+        no_closed_form: why the head cannot be solved in closed form before training
+            (``federation.head_start``); empty where it can: ``W f + b`` of the features f.
     """
 
+    no_closed_form: ClassVar[str] = "it is not linear in the features"
     reads: ClassVar[Literal["features", "patches"]] = "features"
     frozen: frozenset[str] = frozenset()
 

@@ -30,6 +30,8 @@ class LinearHead(Head):
     width: int
     classes: int
 
+    no_closed_form = ""
+
     def shapes(self) -> Shapes:
         """``head.weight`` (C, D) and ``head.bias`` (C,)."""
         return {"head.weight": (self.classes, self.width), "head.bias": (self.classes,)}
@@ -73,6 +75,10 @@ class SphereHead(Head):
     projection: int | None = None
 
     frozen = frozenset({"head.weight", "head.bias"})
+    no_closed_form = (
+        "its directions are fixed so that all clients learn towards the same ones, and it has a "
+        "calibration in closed form of its own, after the last round"
+    )
 
     def shapes(self) -> Shapes:
         """``head.weight`` (C, L), ``head.bias`` (C,), and ``head.project.weight`` (L, D) if any."""

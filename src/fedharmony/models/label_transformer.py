@@ -62,6 +62,7 @@ class LabelTransformer(Head):
     swap_states: bool = False
 
     reads = "patches"
+    no_closed_form = "it is a transformer over patches and label tokens, which no sums solve"
     frozen = frozenset({"head.labels", "head.states"})
 
     def __post_init__(self) -> None:

@@ -1,0 +1,219 @@
+"""A linear head in closed form, before the first training: from sums that clients send.
+
+A new head on a trained backbone is what the first rounds of a federation are spent on, and skewed
+clients teach it badly. Its best linear start needs no training: every client sends sums over the
+features of the received backbone, and the server solves one ridge regression for all labels.
+
+====================================================  ============================
+``A_k = Σ f̃ f̃ᵀ``, ``B_k = Σ y f̃ᵀ`` with f̃ = [f, 1]      ``sums``
+``V = (S + ρI)⁻¹ Cov(f, y)``                          ``solve``
+``w = V / (π (1 − π) (1 − R²))``                      ``solve``
+``b = logit(π) − wᵀ mean(f)``                         ``solve``
+====================================================  ============================
+
+S is the covariance of the features over all clients, ρ a share of its mean variance, π the share of
+the images with the label, and R² = Vᵀ Cov(f, y) / (π (1 − π)). The third line turns a regression on
+0/1 labels into logits: for two Gaussians with one covariance it is the direction of linear
+discriminant analysis, exactly.
+
+Only sums leave a client. Where labels are unknown, a label's sums run over the images on which it
+is known: one matrix A_k per label. A label that all its images have, or none has, cannot be solved
+for; it keeps its random row.
+
+The same sums for one label per image: Fed3R (Fanì et al., ICML 2024, arXiv 2406.01116); class means
+alone: FedNCM (Legate et al., NeurIPS 2023); Gaussian heads: GH-OFL (Turazza et al., ICLR 2026,
+arXiv 2602.01186).
+"""
+
+from __future__ import annotations
+
+import functools
+import logging
+from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import dataclass
+
+import torch
+from torch import Tensor
+
+from fedharmony.correlation import pack_upper, unpack_upper
+from fedharmony.engine.federation import FederationSettings
+from fedharmony.errors import ConfigError
+from fedharmony.losses import Batch
+from fedharmony.methods.base import Method, Outcome, Stage, Sweep
+from fedharmony.models.base import Head
+from fedharmony.rng import numpy_rng
+from fedharmony.types import PARAMS, Form, Record, Reply, Tensors
+
+logger = logging.getLogger(__name__)
+
+SUMS = "head_sums"  # reply: A_k (upper triangle) and B_k
+#: Bytes that a client may send at most where each label has a matrix of its own.
+LARGEST_REPLY = 256 * 10**6
+#: 1 − R² is no smaller: so few images that a label is fitted without error say little about it.
+LEAST_UNEXPLAINED = 0.01
+
+
+def opening(method: Method, head: Head, settings: FederationSettings) -> list[Stage]:
+    """What comes before the first training: nothing, or the stage that solves the head."""
+    if settings.head_start == "random":
+        return []
+    if head.no_closed_form:
+        _say(method.name, head.no_closed_form)
+        return []
+    return [HeadStart(method, settings.head_ridge, settings.head_clients).stage()]
+
+
+@functools.cache
+def _say(method: str, reason: str) -> None:
+    """Say once in a process why a method keeps the head it has."""
+    logger.warning(
+        "federation.head_start = 'closed_form' leaves the head of %s as it is: %s.", method, reason
+    )
+
+
+@dataclass(frozen=True)
+class HeadStart:
+    """The stage that solves the head of a method.
+
+    Attributes:
+        method: whose backbone is looked through, and whose head is solved.
+        ridge: ρ, in units of the mean variance of a feature.
+        clients: who is asked: "all", the first "cohort", or so many, drawn.
+    """
+
+    method: Method
+    ridge: float
+    clients: int | str = "all"
+
+    def __post_init__(self) -> None:
+        if self.matrices > 1 and self.nbytes > LARGEST_REPLY:
+            raise ConfigError(
+                f"federation.head_start = 'closed_form' with unknown labels needs a matrix per "
+                f"label: {self.nbytes / 1e6:,.0f} MB from each client, for "
+                f"{self.method.task.classes:,} labels and {self.method.task.width} features. Use "
+                "federation.head_start = 'random', a narrower backbone or fewer labels."
+            )
+
+    @property
+    def matrices(self) -> int:
+        """How many matrices A_k a client sends: one, or one per label where some are unknown."""
+        return self.method.task.classes if self.method.task.unknown_labels else 1
+
+    @property
+    def size(self) -> int:
+        """Numbers in f̃."""
+        return self.method.task.width + 1
+
+    @property
+    def nbytes(self) -> int:
+        """Bytes that a client sends."""
+        triangle = self.size * (self.size + 1) // 2
+        return 8 * (self.matrices * triangle + self.method.task.classes * self.size)
+
+    def stage(self) -> Stage:
+        """The exchange; it comes before the first training."""
+        return Stage(
+            "head",
+            self.broadcast,
+            self.aggregate,
+            train=False,
+            sweep=self.sums(),
+            everyone=self.clients != "cohort",
+        )
+
+    def broadcast(self, state: Record, round: int, clients: Sequence[int]) -> Mapping[int, Record]:
+        """What the method sends before training, to those who are asked."""
+        if isinstance(self.clients, int) and self.clients < len(clients):
+            rng = numpy_rng(self.method.task.seed, "head start")
+            clients = sorted(rng.choice(clients, self.clients, replace=False).tolist())
+        return self.method.broadcast(state, round, clients)
+
+    def sums(self) -> Sweep:
+        """A_k and B_k in float64; the last column counts images, and images with the label."""
+        size, classes, matrices = self.size, self.method.task.classes, self.matrices
+        forms = {
+            "gram": Form((matrices, size * (size + 1) // 2), torch.float64),
+            "cross": Form((classes, size), torch.float64),
+        }
+
+        def start(params: Mapping[str, Tensor]) -> Tensors:
+            shapes = {"gram": (matrices, size, size), "cross": (classes, size)}
+            return {n: torch.zeros(shape, dtype=torch.float64) for n, shape in shapes.items()}
+
+        def fold(carry: Tensors, features: Tensor, batch: Batch) -> Tensors:
+            f = features.double()
+            f = torch.cat([f, torch.ones_like(f[:, :1])], dim=-1)
+            rows = batch.rows.unsqueeze(-1)
+            known = (batch.known if isinstance(batch.known, Tensor) else rows).double()
+            counted = known if matrices > 1 else rows.double()
+            return {
+                "gram": carry["gram"] + (counted.mT.unsqueeze(1) * f.mT) @ f,
+                "cross": carry["cross"] + (batch.labels * known).mT @ f,
+            }
+
+        def finish(carry: Tensors, params: Mapping[str, Tensor]) -> Tensors:
+            return {**carry, "gram": pack_upper(carry["gram"])}
+
+        return Sweep(SUMS, "features", start, fold, finish, lambda params: forms)
+
+    def aggregate(
+        self, state: Record, round: int, sent: Mapping[int, Record], replies: Iterator[Reply]
+    ) -> Outcome:
+        """Add the sums up, one client at a time, and put the solved head into the model."""
+        total: Tensors = {}
+        for reply in replies:
+            for name, tensor in reply.record.get(SUMS).items():
+                total[name] = total[name] + tensor if name in total else tensor
+        if not total:
+            return Outcome(state)
+        params = state.get(PARAMS)
+        gram = unpack_upper(total["gram"], self.size)
+        head = solve(gram, total["cross"], self.ridge, params["head.weight"])
+        fitted = {name: tensor.to(params[name].dtype) for name, tensor in head.items()}
+        return Outcome(state.replace({PARAMS: {**params, **fitted}}))
+
+
+def solve(gram: Tensor, cross: Tensor, ridge: float, weight: Tensor) -> Tensors:
+    """``head.weight`` and ``head.bias`` from the sums of all clients.
+
+    >>> f, y = torch.tensor([[-1.0], [1], [1], [3]]).double(), torch.tensor([0.0, 0, 1, 1]).double()
+    >>> f = torch.cat([f, torch.ones(4, 1).double()], dim=1)
+    >>> head = solve((f.T @ f)[None], (y @ f)[None], 1e-9, torch.zeros(1, 1))
+    >>> [round(float(head[name]), 4) for name in ("head.weight", "head.bias")]
+    [2.0, -2.0]
+
+    (S = 2, Cov = ½, so V = ¼ and R² = ½: w = ¼ / (¼ · ½) = 2, b = 0 − 2 · 1.)
+
+    Args:
+        gram: Σ f̃ f̃ᵀ, (1, D + 1, D + 1), or one per label, (C, D + 1, D + 1).
+        cross: Σ y f̃ᵀ, (C, D + 1).
+        ridge: ρ in units of the mean variance.
+        weight: (C, D), the rows of labels that cannot be solved for.
+    """
+    images = gram[:, -1, -1].clamp(min=1.0)  # (1,) or (C,)
+    mean = gram[:, :-1, -1] / images[:, None]
+    covariance = gram[:, :-1, :-1] / images[:, None, None] - mean[:, :, None] * mean[:, None, :]
+    prior = cross[:, -1] / images
+    moved = cross[:, :-1] / images[:, None] - prior[:, None] * mean  # Cov(f, y), (C, D)
+    size = covariance.shape[-1]
+    shift = ridge * covariance.diagonal(dim1=-2, dim2=-1).mean(-1)
+    penalised = covariance + shift[:, None, None] * torch.eye(size).to(covariance)
+    seen = (prior > 0) & (prior < 1)
+    if len(gram) == 1:
+        solved = torch.linalg.solve(penalised[0], moved.mT).mT
+    else:  # of a label that nobody knows, the matrix is zero
+        identity = torch.eye(size).to(covariance)
+        penalised = torch.where(seen[:, None, None], penalised, identity)
+        solved = torch.linalg.solve(penalised, moved.unsqueeze(-1)).squeeze(-1)
+    spread = prior * (1 - prior)
+    explained = (solved * moved).sum(-1) / spread
+    scale = spread * (1 - explained).clamp(min=LEAST_UNEXPLAINED)
+    rows = torch.where(seen[:, None], solved / scale[:, None], weight.to(solved))
+    bias = prior.logit() - (rows * mean).sum(-1)
+    if bool(seen.any()):  # a label that nobody has is as rare as the rarest
+        rarest = prior[seen].min()
+        bounded = prior.clamp(rarest, 1 - rarest)
+        bias = torch.where(seen, bias, bounded.logit())
+    else:
+        bias = torch.zeros_like(prior)
+    return {"head.weight": rows, "head.bias": bias}

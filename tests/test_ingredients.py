@@ -1,0 +1,412 @@
+"""What helps every method: a head in closed form, and an averaged server model."""
+
+from __future__ import annotations
+
+import logging
+from dataclasses import replace
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+import torch
+from hypothesis import given
+from hypothesis import strategies as st
+from sklearn.discriminant_analysis import LinearDiscriminantAnalysis
+from sklearn.linear_model import Ridge
+from torch import Tensor
+
+from fedharmony.engine import head_start
+from fedharmony.engine.federation import FederationSettings
+from fedharmony.engine.head_start import HeadStart, solve
+from fedharmony.engine.server_average import ServerAverage
+from fedharmony.errors import ConfigError
+from fedharmony.experiments.folder import RunFolder
+from fedharmony.experiments.run import assemble, resume, start
+from fedharmony.experiments.settings import Settings, load_settings
+from fedharmony.methods.base import INGREDIENTS, Task, methods
+from fedharmony.methods.fedavg import FedAvg
+from fedharmony.types import PARAMS, Record
+from toy import SMALL, Toy, largest_difference, same_bits, toy_data
+
+CLOSED = FederationSettings(head_start="closed_form")
+SMALL_DEMO = ["data.train=160", "data.test=60", "split.clients=4", "run.rounds=3", "train.epochs=1"]
+
+
+def sums(features: np.ndarray, labels: np.ndarray, known: np.ndarray | None = None) -> Any:
+    """Σ f̃ f̃ᵀ and Σ y f̃ᵀ, of one matrix, or of one per label."""
+    f = np.concatenate([features, np.ones((len(features), 1))], axis=1)
+    if known is None:
+        return torch.from_numpy(f.T @ f)[None], torch.from_numpy(labels.T @ f)
+    grams = np.stack([(f * mask[:, None]).T @ f for mask in known.T])
+    return torch.from_numpy(grams), torch.from_numpy((labels * known).T @ f)
+
+
+def features_of(toy: Toy) -> np.ndarray:
+    """The features that the toy's backbone gives for its data, in float64."""
+    assert toy.data is not None
+    params = {n: t[None] for n, t in toy.parameters()[0].items()}
+    images = toy.data.images.gather(torch.arange(len(toy.data)), torch.device("cpu"))
+    shown = toy.method.normalise(images, {}, {}).to(toy.dtype)
+    found: Tensor = toy.model.features(params, shown[None])[0]
+    return found.double().numpy()
+
+
+def example(seed: int = 0, images: int = 200, width: int = 5, classes: int = 4) -> Any:
+    rng = np.random.default_rng(seed)
+    labels = (rng.random((images, classes)) < 0.3).astype(np.float64)
+    features = labels @ rng.normal(size=(classes, width)) + rng.normal(size=(images, width))
+    return features, labels
+
+
+# -- the head --------------------------------------------------------------------------------------
+
+
+def test_head_by_hand() -> None:
+    """Features −1, 1 without the label, 1, 3 with it.
+
+    mean(f) = 1, S = (4 + 0 + 0 + 4)/4 = 2, π = ½, Cov(f, y) = (1 + 3)/4 − ½ · 1 = ½. With ρ = 1 of
+    the variance: V = ½/(2 + 2) = ⅛, R² = ⅛ · ½ / ¼ = ¼, w = ⅛ / (¼ · ¾) = ⅔, b = 0 − ⅔ · 1.
+    """
+    gram, cross = sums(np.array([[-1.0], [1], [1], [3]]), np.array([[0.0], [0], [1], [1]]))
+    head = solve(gram, cross, 1.0, torch.zeros(1, 1))
+    assert head["head.weight"].item() == pytest.approx(2 / 3, abs=1e-12)
+    assert head["head.bias"].item() == pytest.approx(-2 / 3, abs=1e-12)
+
+
+def test_rows_are_those_of_ridge_regression() -> None:
+    """Up to each label's factor, and that factor is 1/(π(1−π)(1−R²))."""
+    features, labels = example()
+    ridge = 0.01
+    spread = features.var(axis=0).mean()
+    fitted = Ridge(alpha=ridge * spread * len(features)).fit(features, labels)
+    head = solve(*sums(features, labels), ridge, torch.zeros(4, 5))
+    prior = labels.mean(axis=0)
+    centred = features - features.mean(axis=0)
+    explained = (fitted.coef_ * (labels.T @ centred / len(labels))).sum(1) / (prior * (1 - prior))
+    expected = fitted.coef_ / (prior * (1 - prior) * (1 - explained))[:, None]
+    np.testing.assert_allclose(head["head.weight"].numpy(), expected, rtol=1e-9)
+    bias = np.log(prior / (1 - prior)) - expected @ features.mean(axis=0)
+    np.testing.assert_allclose(head["head.bias"].numpy(), bias, rtol=1e-9, atol=1e-9)
+
+
+def test_directions_are_those_of_discriminant_analysis() -> None:
+    """Without a penalty, w = Σ_w⁻¹ (μ₁ − μ₀) with the covariance inside the two groups."""
+    features, labels = example(1)
+    head = solve(*sums(features, labels), 1e-12, torch.zeros(4, 5))
+    for c in range(4):
+        lda = LinearDiscriminantAnalysis(solver="lsqr").fit(features, labels[:, c])
+        np.testing.assert_allclose(head["head.weight"][c].numpy(), lda.coef_[0], rtol=1e-6)
+
+
+def test_labels_that_nobody_or_everybody_has_keep_their_rows() -> None:
+    """Their biases are those of the rarest prior, 0.25 here, and of its opposite."""
+    features, _ = example(images=8)
+    labels = np.zeros((8, 3))
+    labels[:2, 0], labels[:, 2] = 1, 1
+    drawn = torch.randn(3, 5, generator=torch.Generator().manual_seed(0))
+    head = solve(*sums(features, labels), 0.01, drawn)
+    np.testing.assert_array_equal(head["head.weight"][1:].numpy(), drawn[1:].double().numpy())
+    assert not torch.equal(head["head.weight"][0], drawn[0].double())
+    expected = [np.log(1 / 3), np.log(3)]
+    np.testing.assert_allclose(head["head.bias"][1:].numpy(), expected, rtol=1e-12)
+    nothing = solve(*sums(features, np.zeros((8, 3))), 0.01, drawn)
+    assert torch.equal(nothing["head.weight"], drawn.double())
+    assert not nothing["head.bias"].any()
+
+
+def test_unknown_labels_are_solved_over_what_is_known() -> None:
+    """Each label as if its unknown images did not exist; one that nobody knows keeps its row."""
+    features, labels = example(2)
+    known = (np.random.default_rng(3).random(labels.shape) < 0.6).astype(np.float64)
+    known[:, 3] = 0
+    drawn = torch.ones(4, 5)
+    head = solve(*sums(features, labels, known), 0.01, drawn)
+    for c in range(3):
+        rows = known[:, c] > 0
+        alone = solve(*sums(features[rows], labels[rows, c : c + 1]), 0.01, drawn[:1])
+        for name in head:
+            np.testing.assert_allclose(head[name][c].numpy(), alone[name][0].numpy(), rtol=1e-9)
+    assert torch.equal(head["head.weight"][3], drawn[3].double())
+    assert bool(torch.isfinite(head["head.bias"]).all())
+
+
+@pytest.mark.parametrize("stack", [1, 8])
+@pytest.mark.parametrize("unknown", [False, True])
+def test_clients_send_the_sums_of_the_pooled_data(stack: int, unknown: bool) -> None:
+    """After the opening stage the model has the head of the pooled data, whatever the split."""
+    data = toy_data(60)
+    if unknown:
+        mask = np.random.default_rng(0).random(data.labels.shape) < 0.7
+        data = replace(data, known=mask.astype(np.uint8))
+    for sizes in ((20, 7, 1, 13, 19), (60,)):
+        toy = Toy(
+            sizes=sizes, data=data, rounds=1, dtype=torch.float64, stack=stack, federation=CLOSED
+        )
+        (stage,) = toy.loop().opening
+        before = toy.initial()
+        everyone = list(range(len(sizes)))
+        sent = stage.broadcast(before, 0, everyone)
+        replies = list(toy.transport.exchange(stage, 0, sent))
+        state = stage.aggregate(before, 0, sent, iter(replies)).state
+        known = None if data.known is None else data.known.astype(np.float64)
+        found = sums(features_of(toy), data.labels.astype(np.float64), known)
+        expected = solve(*found, 0.01, before.get(PARAMS)["head.weight"])
+        for name, tensor in expected.items():
+            torch.testing.assert_close(state.get(PARAMS)[name], tensor, rtol=1e-9, atol=1e-9)
+        others = [n for n in before.get(PARAMS) if not n.startswith("head.")]
+        assert all(state.get(PARAMS)[n] is before.get(PARAMS)[n] for n in others)
+
+
+@given(cut=st.lists(st.integers(1, 59), max_size=6, unique=True))
+def test_any_split_gives_the_same_head(cut: list[int]) -> None:
+    """Sums of parts are the sums of the whole."""
+    features, labels = example(images=60)
+    parts = [
+        sums(f, y)
+        for f, y in zip(*(np.split(a, sorted(cut)) for a in (features, labels)), strict=True)
+    ]
+    gram, cross = (torch.stack([p[i] for p in parts]).sum(0) for i in (0, 1))
+    whole = solve(*sums(features, labels), 0.01, torch.zeros(4, 5))
+    for name, tensor in solve(gram, cross, 0.01, torch.zeros(4, 5)).items():
+        torch.testing.assert_close(tensor, whole[name], rtol=1e-8, atol=1e-8)
+
+
+def test_a_solved_head_starts_the_training() -> None:
+    """In round 0, after stages of the method without training, before the first with it."""
+    plain, _ = Toy(rounds=1, federation=FederationSettings()).run()
+    state, events = Toy(rounds=1, federation=CLOSED).run()
+    assert not same_bits(plain, state)
+    names = [stage.name for stage in Toy("fedrdn", federation=CLOSED).loop().stages(0)]
+    assert names == ["statistics", "head", "update"]
+    assert [s.name for s in Toy("fedrdn", federation=CLOSED).loop().stages(1)] == ["update"]
+    sent = HeadStart(Toy(federation=CLOSED).method, 0.01).nbytes
+    assert events[0]["bytes_up"] == plain_bytes(1) + 5 * sent
+
+
+def plain_bytes(rounds: int) -> int:
+    _, events = Toy(rounds=rounds).run()
+    return int(sum(e["bytes_up"] for e in events))
+
+
+@pytest.mark.parametrize("name", sorted(methods.names()))
+def test_every_method_takes_part_or_says_why_not(
+    name: str, caplog: pytest.LogCaptureFixture
+) -> None:
+    head_start._say.cache_clear()
+    with caplog.at_level(logging.WARNING):
+        toy = Toy(name, SMALL.get(name), rounds=2, federation=replace(CLOSED, server_average=0.5))
+        state, _ = toy.run()
+    assert all(bool(t.isfinite().all()) for _, t in state.tensors() if t.is_floating_point())
+    if name in ("spherefed", "fedlgt"):
+        assert not toy.loop().opening
+        assert f"the head of {name} as it is:" in caplog.text
+    else:
+        assert [stage.name for stage in toy.loop().opening] == ["head"]
+        assert not caplog.text
+
+
+@pytest.mark.parametrize(("clients", "asked"), [("all", 5), (2, 2), (9, 5), ("cohort", 3)])
+def test_who_is_asked(clients: Any, asked: int) -> None:
+    toy = Toy(rounds=1, cohort=3, federation=replace(CLOSED, head_clients=clients))
+    _, events = toy.run()
+    sent = HeadStart(toy.method, 0.01).nbytes
+    plain = Toy(rounds=1, cohort=3).run()[1][0]["bytes_up"]
+    assert events[0]["bytes_up"] == plain + asked * sent
+
+
+def test_bytes_of_a_large_model_and_the_limit() -> None:
+    """ViT-B and 1,628 labels: 769 · 770/2 + 1,628 · 769 numbers of 8 bytes, 12.4 MB.
+
+    With unknown labels each label has a triangle of its own, 3.9 GB: refused.
+    """
+    task = Task(
+        classes=1628, clients=2, rounds=4, batch_size=4, epochs=1, seed=0, width=768, lr=0.01
+    )
+    method = FedAvg(FedAvg.Config(), task)
+    assert HeadStart(method, 0.01).nbytes == 8 * (769 * 770 // 2 + 1628 * 769)
+    unknown = FedAvg(FedAvg.Config(), replace(task, unknown_labels=True))
+    with pytest.raises(ConfigError, match=r"a matrix per label: 3,8\d\d MB"):
+        HeadStart(unknown, 0.01)
+
+
+# -- the average -----------------------------------------------------------------------------------
+
+
+def model(value: float) -> Record:
+    return Record({PARAMS: {"w": torch.tensor([float(value)])}, "other": {"x": torch.ones(1)}})
+
+
+def averaged(rule: float | str, values: list[float]) -> list[float]:
+    """What is shown after each of the global models."""
+    average, state, shown = ServerAverage(rule), Record(), []
+    for round, value in enumerate(values):
+        state = average.add(Record({**state.groups, **model(value).groups}), round)
+        assert state.get(PARAMS)["w"].item() == value  # clients go on from the global model
+        shown.append(average.shown(state).get(PARAMS)["w"].item())
+    return shown
+
+
+def test_running_mean_by_hand() -> None:
+    """E = 0, ¼, ⅖, ½, ½ with the limit ½: 4; ¼ · 4 + ¾ · 8 = 7; ⅖ · 7 + ⅗ · 2 = 4; 2 + 4 = 6; 3."""
+    assert averaged(0.5, [4, 8, 2, 8, 0]) == pytest.approx([4, 7, 4, 6, 3])
+    assert averaged(0.3, [4, 8, 2]) == pytest.approx([4, 7, 0.3 * 7 + 0.7 * 2])
+
+
+def test_mean_of_the_last_by_hand() -> None:
+    assert averaged("last:2", [4, 8, 2, 6]) == pytest.approx([4, 6, 5, 4])
+    assert averaged("last:1", [4, 8, 2]) == [4, 8, 2]
+
+
+def test_nothing_is_kept_without_a_rule() -> None:
+    state = model(3.0)
+    assert ServerAverage().add(state, 0) is state
+    assert ServerAverage().shown(state) is state
+
+
+def test_training_does_not_depend_on_the_average() -> None:
+    """The states differ by the average alone, until it takes the model's place at the end."""
+    for rule in (0.7, "last:2"):
+        settings = FederationSettings(server_average=rule)
+        plain: list[Record] = []
+        with_average: list[Record] = []
+        for federation, states in ((FederationSettings(), plain), (settings, with_average)):
+            toy = Toy("fedharmony", federation=federation, rounds=3)
+            loop = toy.loop()
+            last = loop.run(toy.initial(), 0, lambda e: None, lambda t, s: states.append(s))  # noqa: B023
+            assert same_bits(last, states[-1])
+        for a, b in zip(plain[:-1], with_average[:-1], strict=True):
+            kept = {g: t for g, t in b.groups.items() if g in a.groups}
+            assert same_bits(a, Record(kept, b.scalars))
+            assert len(b.groups) > len(a.groups)
+        end = with_average[-1]
+        assert end.groups.keys() == plain[-1].groups.keys()
+        assert not same_bits(end, plain[-1])
+        others = [g for g in end.groups if g != PARAMS]
+        assert same_bits(
+            Record({g: end.get(g) for g in others}), Record({g: plain[-1].get(g) for g in others})
+        )
+        thetas = [s.get(PARAMS) for s in plain]
+        expected = averaged_by_hand(rule, thetas)
+        assert (
+            largest_difference(Record({PARAMS: expected}), Record({PARAMS: end.get(PARAMS)})) < 1e-6
+        )
+
+
+def averaged_by_hand(rule: float | str, thetas: Any) -> dict[str, Tensor]:
+    if rule == "last:2":
+        return {n: (thetas[-2][n] + thetas[-1][n]) / 2 for n in thetas[-1]}
+    s = dict(thetas[0])
+    for t, theta in enumerate(thetas[1:], start=1):
+        e = min(0.7, t / (t + 3))
+        s = {n: e * s[n] + (1 - e) * theta[n] for n in s}
+    return s
+
+
+def test_a_stage_after_the_last_training_sees_the_average() -> None:
+    """SphereFed's calibration fits the model that is given away."""
+    seen: list[Record] = []
+    toy = Toy("spherefed", rounds=3, federation=FederationSettings(server_average=0.7))
+    stage = toy.method.stages(2)[-1]
+    assert stage.name == "calibrate"
+    loop = toy.loop()
+    exchange = loop.transport.exchange
+
+    def watched(stage: Any, round: int, messages: Any) -> Any:
+        if stage.name == "calibrate":
+            seen.append(next(iter(messages.values())))
+        return exchange(stage, round, messages)
+
+    toy.transport.exchange = watched
+    end = loop.run(toy.initial(), 0, lambda e: None, lambda t, s: None)
+    assert same_bits(Record({PARAMS: seen[0].get(PARAMS)}), Record({PARAMS: end.get(PARAMS)}))
+    plain, _ = Toy("spherefed", rounds=3).run()
+    assert not same_bits(Record({PARAMS: plain.get(PARAMS)}), Record({PARAMS: end.get(PARAMS)}))
+
+
+# -- as settings -----------------------------------------------------------------------------------
+
+
+def demo(*changes: str) -> Settings:
+    return load_settings("demo", [*SMALL_DEMO, *changes])
+
+
+@pytest.mark.parametrize("rule", ["0.6", "last:2"])
+def test_a_resumed_run_has_the_same_average(tmp_path: Path, rule: str) -> None:
+    settings = demo(f"federation.server_average={rule}", "federation.head_start=closed_form")
+
+    def stop(event: dict[str, Any]) -> None:
+        if event["event"] == "evaluate" and event["round"] == 1:
+            raise RuntimeError
+
+    whole = start(settings, RunFolder(tmp_path / "whole"), lambda event: None)
+    with pytest.raises(RuntimeError):
+        start(settings, RunFolder(tmp_path / "cut"), stop)
+    again = resume(RunFolder(tmp_path / "cut"), lambda event: None)
+    assert again["state_sha256"] == whole["state_sha256"]
+    assert again["metrics"] == whole["metrics"]
+
+
+def test_the_average_is_what_is_evaluated(tmp_path: Path) -> None:
+    """Of the same rounds, the plain run's last model and the averaged run's differ in metrics."""
+    found = [
+        start(demo(f"federation.server_average={e}"), RunFolder(tmp_path / str(e)), lambda _: None)
+        for e in (0, 0.9)
+    ]
+    assert found[0]["metrics"] != found[1]["metrics"]
+    assert found[0]["state_sha256"] != found[1]["state_sha256"]
+
+
+def test_every_method_has_the_preset_plus() -> None:
+    for name in methods.names():
+        settings = load_settings("demo", [f"run.method={name}:plus"])
+        assert settings.taking_part.head_start == "closed_form"
+        assert settings.taking_part.server_average == INGREDIENTS["federation"]["server_average"]
+        assert next(iter(methods[name].presets)) != "plus"
+        assert settings.federation.head_start == "random"
+        assert settings.label.endswith(":plus")
+
+
+def test_a_methods_own_federation_settings() -> None:
+    """The file's over the preset's; both stand in the tree that a run writes down."""
+    settings = demo("run.method=fedavg:plus", "methods.fedavg.federation.server_average=0.2")
+    assert settings.taking_part.server_average == 0.2
+    assert settings.tree()["methods"]["fedavg"]["federation"] == {
+        "head_start": "closed_form",
+        "server_average": 0.2,
+    }
+    other = demo("run.method=fedprox", "methods.fedavg.federation.server_average=0.2")
+    assert other.taking_part.server_average == 0
+    with pytest.raises(ConfigError, match=r"methods.fedavg.federation.cohort.*common to all"):
+        demo("methods.fedavg.federation.cohort=3")
+
+
+@pytest.mark.parametrize(
+    "change",
+    [
+        "federation.server_average=1.0",
+        "federation.server_average=-0.1",
+        "federation.server_average=last:0",
+        "federation.server_average=first:3",
+        "federation.head_start=ridge",
+        "federation.head_ridge=0",
+        "federation.head_clients=0",
+        "federation.head_clients=some",
+    ],
+)
+def test_bad_settings_are_refused(change: str) -> None:
+    with pytest.raises(ConfigError, match=change.partition("=")[0].rpartition(".")[2]):
+        demo(change)
+
+
+def test_too_many_labels_are_refused_before_the_run(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(head_start, "LARGEST_REPLY", 1000)
+    settings = demo("federation.head_start=closed_form", "split.annotated=0.5")
+    with pytest.raises(ConfigError, match="a matrix per label"):
+        assemble(settings)
+
+
+def test_off_is_off() -> None:
+    """Without ingredients a state holds what it held before there were any."""
+    state, _ = Toy(rounds=2).run()
+    assert set(state.groups) <= {"params", "buffers", "frozen"}
