@@ -32,10 +32,10 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from fedharmony.consensus import Consensus, consolidate
+from fedharmony.consensus import CORRELATION, TABLE, CorrelationTable
 from fedharmony.data.base import DataSet, LabelledImages, Source, TensorImages, datasets
 from fedharmony.methods.base import Task
-from fedharmony.methods.fedharmony import CORRELATION, FedHarmony
+from fedharmony.methods.fedharmony import FedHarmony
 from fedharmony.types import BUFFERS, PARAMS, Record, Reply
 
 METHODS = ("fedavg", "fedharmony")
@@ -43,7 +43,7 @@ CLIENTS = (10, 100, 500, 5_000, 51_414)
 LABELS = (20, 80, 400, 1_628)
 #: Clients of a round, and images of one of them.
 COHORT, IMAGES = 50, 8
-TABLE = (41_131, 17)
+FLAIR = (41_131, 17)
 
 
 @datasets.register("synthetic")
@@ -161,16 +161,17 @@ def server_parts(labels: int, device: str, known: int = 48, cohort: int = 32) ->
     sent = method.broadcast(state, 0, everyone)
     state = method.aggregate(state, 0, sent, iter(replies(labels, everyone, device))).state
     answers = replies(labels, range(cohort), device)
-    consensus = method.consensus(state, 3)
-    common, _ = consensus.full()
+    table = method.table(state)
+    common = table.consensus(3).matrix
     sent = method.broadcast(state, 3, range(cohort))
     parts: dict[str, Callable[[], Any]] = {
-        "consensus": lambda: method.consensus(state, 3).full(),
+        "consensus": lambda: table.consensus(3),
         "clusters": lambda: method.clusters(common, 3),
-        "teachers": lambda: consensus.without_each(range(cohort), torch.float32),
+        "teachers": lambda: table.teachers(range(cohort), 3, torch.float32),
         "misfits_weights_table": lambda: method.aggregate(state, 3, sent, iter(answers)),
     }
-    return {name: seconds(part, device) for name, part in parts.items()}
+    found = {name: seconds(part, device) for name, part in parts.items()}
+    return {**found, "teachers": found["teachers"] - found["consensus"]}
 
 
 def replies(labels: int, clients: Sequence[int], device: str) -> list[Reply]:
@@ -192,23 +193,27 @@ def replies(labels: int, clients: Sequence[int], device: str) -> list[Reply]:
 
 def one_table(device: str, teachers: int = 50) -> dict[str, float]:
     """Consensus of all FLAIR clients, 17 labels, and the teachers of a cohort."""
-    clients, labels = TABLE
+    clients, labels = FLAIR
     generator = torch.Generator().manual_seed(0)
     pairs = labels * (labels + 1) // 2
     upper = (torch.rand(clients, pairs, generator=generator) - 0.5).to(device)
     supports = (torch.rand(clients, labels, generator=generator) < 0.5).to(device)
-    examples = torch.randint(1, 100, (clients,), generator=generator).to(device)
-
-    def form() -> Consensus:
-        return consolidate(upper, examples=examples, supports=supports)
-
-    consensus = form()
+    rows = {
+        "client": torch.arange(clients, device=device),
+        "examples": torch.randint(1, 100, (clients,), generator=generator).to(device),
+        "round": torch.zeros(clients, dtype=torch.int64, device=device),
+        "upper": upper,
+        "marginal": supports.float(),
+    }
+    table = CorrelationTable(labels).load({TABLE: rows})
+    consensus = seconds(lambda: table.consensus(1), device)
+    both = seconds(lambda: table.teachers(range(teachers), 1), device)
     return {
         "clients": clients,
         "labels": labels,
         "table_mb": upper.nbytes / 1e6,
-        "consensus": seconds(lambda: form().full(), device),
-        "teachers": seconds(lambda: consensus.without_each(range(teachers)), device),
+        "consensus": consensus,
+        "teachers": both - consensus,
     }
 
 

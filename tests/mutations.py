@@ -26,7 +26,9 @@ ROOT = Path(__file__).resolve().parent.parent
 #: Per module the tests that should know it.
 MODULES = {
     "correlation": ["test_correlation"],
+    "alignment": ["test_alignment"],
     "consensus": ["test_consensus"],
+    "methods/fedharmony": ["test_fedharmony"],
     "aggregate": ["test_engine"],
     "metrics/multilabel": ["test_metrics"],
     "metrics/structure": ["test_metrics"],

@@ -11,7 +11,14 @@ from scipy.stats import trim_mean
 from torch import Tensor
 
 from fedharmony import consensus
-from fedharmony.consensus import Consensus, ConsensusSums, Uploads, consolidate
+from fedharmony.consensus import (
+    CORRELATION,
+    FOLDED,
+    TABLE,
+    Agreement,
+    CorrelationTable,
+    Operator,
+)
 from fedharmony.correlation import (
     Moments,
     correlation,
@@ -19,12 +26,48 @@ from fedharmony.correlation import (
     pack_upper,
     score_moments,
 )
-from fedharmony.errors import ConfigError, DataError
+from fedharmony.types import Record, Reply
 
 F64 = torch.float64
 OPERATORS = ["mean", "size", "support", "pooled", "median", "trimmed"]
 WEIGHTED = OPERATORS[:4]
 quick = settings(deadline=None, max_examples=40, derandomize=True)
+
+
+class Rows(CorrelationTable):
+    """A table with given rows, as round 0 sees it; who of them is left out is told by place."""
+
+    def __init__(
+        self,
+        upper: Tensor,
+        operator: str = "support",
+        *,
+        examples: Tensor | None = None,
+        marginals: Tensor | None = None,
+        ages: Tensor | None = None,
+        images: Tensor | None = None,
+        **options: float,
+    ) -> None:
+        clients, pairs = upper.shape
+        classes = int((8 * pairs + 1) ** 0.5 - 1) // 2
+        super().__init__(classes, Operator(operator, **options), unknown_labels=images is not None)
+        ages = torch.zeros(clients, dtype=torch.int64) if ages is None else ages
+        rows = {
+            "client": torch.arange(clients),
+            "examples": torch.full((clients,), 100) if examples is None else examples,
+            "round": -1 - ages,
+            "upper": upper,
+            "marginal": torch.ones(clients, classes) if marginals is None else marginals,
+        }
+        if images is not None:
+            rows["known"] = images / 100
+        self.load({TABLE: rows})
+
+    def full(self) -> Agreement:
+        return self.consensus(0)
+
+    def without(self, place: int) -> Agreement:
+        return self.teachers([place], 0)[1][0]
 
 
 @dataclasses.dataclass
@@ -37,13 +80,17 @@ class Table:
     supports: Tensor
     ages: Tensor
 
-    @property
-    def uploads(self) -> Uploads:
-        upper = pack_upper(self.matrices)
-        return Uploads(upper, self.examples, self.supports, self.moments.first, self.ages)
-
-    def consolidate(self, operator: str, **options: float) -> Consensus:
-        return consolidate(**self.uploads._asdict(), operator=operator, **options)
+    def rows(self, operator: str, **options: float) -> Rows:
+        # Only "support" asks which labels are predicted, and only "pooled" how often.
+        marginals = self.supports.double() if operator == "support" else self.moments.marginal
+        return Rows(
+            pack_upper(self.matrices),
+            operator,
+            examples=self.examples,
+            marginals=marginals,
+            ages=self.ages,
+            **options,
+        )
 
 
 def make_table(clients: int, classes: int, seed: int, ties: bool = False) -> Table:
@@ -105,7 +152,7 @@ def recompute(
     return matrix, known
 
 
-def assert_matches(result: tuple[Tensor, Tensor], expected: tuple[np.ndarray, np.ndarray]) -> None:
+def assert_matches(result: Agreement, expected: tuple[np.ndarray, np.ndarray]) -> None:
     matrix, known = result
     np.testing.assert_array_equal(known.numpy(), expected[1])
     np.testing.assert_allclose(matrix.numpy(), expected[0], rtol=0, atol=1e-10)
@@ -125,7 +172,7 @@ def assert_matches(result: tuple[Tensor, Tensor], expected: tuple[np.ndarray, np
 )
 def test_whole_and_leave_one_out_match_recomputation(operator, clients, classes, seed, ties, trim):
     table = make_table(clients, classes, seed, ties)
-    result = table.consolidate(operator, trim=trim)
+    result = table.rows(operator, trim=trim)
     everyone = list(range(clients))
     assert_matches(result.full(), recompute(table, operator, everyone, trim))
     for j in everyone:
@@ -138,7 +185,7 @@ def test_whole_and_leave_one_out_match_recomputation(operator, clients, classes,
 def test_median_is_exact(clients, seed, ties):
     """Not only close: values of the table, or the mean of two of them, to the last bit."""
     table = make_table(clients, 3, seed, ties)
-    result = table.consolidate("median")
+    result = table.rows("median")
     values = table.matrices.numpy()
     assert np.array_equal(result.full()[0].numpy(), np.median(values, axis=0))
     for j in range(clients if clients > 1 else 0):
@@ -156,14 +203,14 @@ def test_weights_by_hand():
     matrices = torch.tensor([0.1, 0.4, 0.7], dtype=F64)[:, None, None].expand(3, 2, 2)
     arguments = {
         "examples": torch.tensor([4, 10, 30]),
-        "supports": torch.ones(3, 2, dtype=torch.bool),
+        "marginals": torch.ones(3, 2),
         "ages": torch.tensor([0, 0, 2]),
     }
     for operator, expected in (("mean", 0.379715), ("size", 0.559008), ("support", 0.635414)):
-        result = consolidate(pack_upper(matrices), operator=operator, **arguments)
+        result = Rows(pack_upper(matrices), operator, **arguments)
         assert result.full()[0][0, 1].item() == pytest.approx(expected, abs=1e-6)
-    arguments["supports"][2, 0] = False  # the old client does not predict label 0
-    result = consolidate(pack_upper(matrices), operator="support", **arguments)
+    arguments["marginals"][2, 0] = 0  # the old client does not predict label 0
+    result = Rows(pack_upper(matrices), **arguments)
     matrix, known = result.without(1)
     assert known.tolist() == [[False, False], [False, True]]
     assert matrix.tolist() == [[0, 0], [0, pytest.approx(0.7, abs=1e-15)]]
@@ -176,12 +223,12 @@ def test_pooled_is_the_correlation_of_all_images(eps, clamp):
     options = {"eps": eps, "clamp": clamp}  # marginals of about 0.14, below the larger clamp
     parts = [scores[:10], scores[10:15], scores[15:]]
     moments = [score_moments(part) for part in parts]
-    result = consolidate(
+    result = Rows(
         pack_upper(torch.stack([correlation(m, **options) for m in moments])),
-        operator="pooled",
+        "pooled",
         **options,
         examples=torch.tensor([10, 5, 45]),
-        marginals=torch.stack([m.first for m in moments]),
+        marginals=torch.stack([m.marginal for m in moments]),
     )
     torch.testing.assert_close(result.full()[0], correlation(score_moments(scores), **options))
     others = torch.cat((parts[0], parts[2]))
@@ -193,7 +240,7 @@ def test_pooled_is_the_correlation_of_all_images(eps, clamp):
 def test_of_two_clients_the_teacher_is_the_other(operator):
     table = make_table(2, 4, 3)
     table.supports[:], table.examples[:] = True, torch.tensor([5, 4000])
-    result = table.consolidate(operator)
+    result = table.rows(operator)
     for j in (0, 1):
         matrix, known = result.without(j)
         assert known.all()
@@ -204,58 +251,39 @@ def test_of_two_clients_the_teacher_is_the_other(operator):
 def test_alone_a_client_has_no_teacher(operator):
     table = make_table(1, 3, 0)
     table.supports[:], table.examples[:] = True, 50
-    result = table.consolidate(operator)
+    result = table.rows(operator)
     assert result.full()[1].all()
     torch.testing.assert_close(result.full()[0], table.matrices[0], rtol=0, atol=1e-14)
     matrix, known = result.without(0)
     assert not known.any()
     assert not matrix.any()
-    with pytest.raises(IndexError, match="no client 1"):
-        result.without(1)
-
-
-@pytest.mark.parametrize("operator", OPERATORS)
-def test_empty_table_knows_nothing(operator):
-    matrix, known = make_table(0, 3, 0).consolidate(operator).full()
-    assert matrix.shape == (3, 3)
-    assert not matrix.any()
-    assert not known.any()
+    assert not result.teaches
+    assert torch.equal(result.without(1).matrix, result.full().matrix)  # a client never heard
 
 
 @pytest.mark.parametrize("operator", WEIGHTED)
 @pytest.mark.parametrize("chunk", [2**22, 100, 1])
-def test_table_and_stream_agree_to_the_last_bit(operator, chunk, monkeypatch):
+def test_parts_and_folds_agree_to_the_last_bit(operator, chunk, monkeypatch):
+    """In parts of any size, and with the first 30 clients folded before the others are summed."""
     table = make_table(61, 5, 7)
-    expected = table.consolidate(operator)
+    expected = table.rows(operator)
     monkeypatch.setattr(consensus, "numbers_at_once", lambda device: chunk)
-    chunked = table.consolidate(operator)
-    sums = ConsensusSums(5, operator)
-    for start, stop in ((0, 1), (1, 30), (30, 32), (32, 61)):
-        sums.add(Uploads(*(field[start:stop] for field in table.uploads)))
-    singly = ConsensusSums(5, operator)
-    for j in range(61):
-        singly.add(Uploads(*(field[j] for field in table.uploads)))
-    for result in (chunked.full(), sums.mean(), singly.mean()):
-        assert all(map(torch.equal, result, expected.full()))
-    own = Uploads(*(field[9] for field in table.uploads))
-    for result in (chunked.without(9), sums.without(own), singly.without(own)):
-        assert all(map(torch.equal, result, expected.without(9)))
+    chunked, folded = table.rows(operator), table.rows(operator)
+    rows = folded.rows
+    folded._fold({name: tensor[:30] for name, tensor in rows.items()}, -1)
+    folded.rows = {name: tensor[30:] for name, tensor in rows.items()}
+    for result in (chunked, folded):
+        assert all(map(torch.equal, result.full(), expected.full()))
+        assert all(map(torch.equal, result.without(39), expected.without(39)))
 
 
 @pytest.mark.parametrize("operator", ["median", "trimmed"])
 def test_order_statistics_do_not_depend_on_chunks_or_order(operator, monkeypatch):
     table = make_table(20, 5, 1)
-    expected = table.consolidate(operator).full()[0]
+    expected = table.rows(operator).full()[0]
     monkeypatch.setattr(consensus, "numbers_at_once", lambda device: 60)
-    reverse = consolidate(pack_upper(table.matrices.flip(0)), operator=operator).full()[0]
+    reverse = Rows(pack_upper(table.matrices.flip(0)), operator).full()[0]
     assert torch.equal(reverse, expected)
-
-
-def test_python_numbers_serve_for_one_client():
-    sums = ConsensusSums(2, "size")
-    sums.add(Uploads(torch.full((3,), 0.5), examples=3, ages=1))
-    sums.add(Uploads(torch.full((3,), 0.0), examples=3))
-    assert sums.mean()[0][0, 1].item() == pytest.approx(0.5 * 0.9 / 1.9)
 
 
 @pytest.mark.parametrize("age", [200, 340, 400])
@@ -265,7 +293,7 @@ def test_faded_clients_are_unknown_instead_of_rounding(age):
     entry is unknown; without the old one it is known, and so is the whole.
     """
     upper = torch.tensor([0.2, -0.6])[:, None].expand(2, 3)
-    result = consolidate(upper, operator="mean", ages=torch.tensor([0, age]))
+    result = Rows(upper, "mean", ages=torch.tensor([0, age]))
     matrix, known = result.without(0)
     assert not known.any()
     assert not matrix.any()
@@ -276,7 +304,7 @@ def test_faded_clients_are_unknown_instead_of_rounding(age):
 
 def test_common_age_does_not_matter():
     upper = torch.tensor([0.2, -0.6])[:, None].expand(2, 3)
-    stale = consolidate(upper, operator="mean", ages=torch.tensor([6000, 6000]))
+    stale = Rows(upper, "mean", ages=torch.tensor([6000, 6000]))
     assert stale.full()[0][0, 1].item() == pytest.approx(-0.2)
     assert stale.without(0)[0][0, 1].item() == pytest.approx(-0.6)
 
@@ -286,7 +314,7 @@ def test_entry_told_by_one_client_alone_is_unknown_without_it():
     table.examples += 5
     table.supports[:] = torch.tensor([True, False])
     table.supports[0] = True
-    result = table.consolidate("support")
+    result = table.rows("support")
     assert result.full()[1].all()
     assert result.without(0)[1].tolist() == [[True, False], [False, False]]
     assert result.without(1)[1].all()
@@ -296,7 +324,7 @@ def test_result_is_clipped():
     upper = torch.full((3, 3), 1.5)
     upper[0] = -1.5
     for operator in ("mean", "median", "trimmed"):
-        result = consolidate(upper, operator=operator)
+        result = Rows(upper, operator)
         assert result.without(0)[0].tolist() == [[1, 1], [1, 1]]
 
 
@@ -306,13 +334,9 @@ def test_many_classes(operator):
     scores = torch.rand(3, 2, classes, generator=torch.Generator().manual_seed(0))
     moments = score_moments(scores)
     matrices = correlation(moments)
-    result = consolidate(
-        pack_upper(matrices),
-        operator=operator,
-        examples=torch.tensor([20, 20, 20]),
-        supports=torch.ones(3, classes, dtype=torch.bool),
-        marginals=moments.first,
-    )
+    examples = torch.tensor([20, 20, 20])
+    marginals = moments.marginal if operator == "pooled" else None
+    result = Rows(pack_upper(matrices), operator, examples=examples, marginals=marginals)
     matrix, known = result.without(1)
     assert known.all()
     assert torch.equal(matrix, matrix.T)
@@ -327,11 +351,10 @@ def test_many_clients(operator):
     generator = torch.Generator().manual_seed(0)
     values = torch.rand(41_131, generator=generator, dtype=F64) * 2 - 1
     clients = len(values)
-    result = consolidate(
+    result = Rows(
         values[:, None].expand(-1, 10),
-        operator=operator,
+        operator,
         examples=torch.full((clients,), 10),
-        supports=torch.ones(clients, 4, dtype=torch.bool),
         marginals=torch.full((clients, 4), 0.5),
     )
     rest = values[1:].numpy()
@@ -356,12 +379,11 @@ def test_median_of_small_clients_teaches_independence():
     matrices = torch.stack([correlation(m) for m in moments])
 
     def entry(operator: str) -> float:
-        result = consolidate(
+        result = Rows(
             pack_upper(matrices),
-            operator=operator,
+            operator,
             examples=torch.from_numpy(sizes),
-            supports=torch.stack([m.first > 0 for m in moments]),
-            marginals=torch.stack([m.first for m in moments]),
+            marginals=torch.stack([m.marginal for m in moments]),
         )
         return float(result.full()[0][0, 1])
 
@@ -374,45 +396,6 @@ def test_median_of_small_clients_teaches_independence():
     assert entry("pooled") == pytest.approx(truth, abs=1e-4)
 
 
-@pytest.mark.parametrize(
-    ("change", "match"),
-    [
-        ({"operator": "medain"}, "Did you mean 'median'"),
-        ({"operator": "trimmed", "trim": 0.5}, "below 0.5"),
-        ({"operator": "mean", "decay": 0.0}, "decay"),
-        ({"kappa": -1.0}, "κ"),
-    ],
-)
-def test_impossible_settings_are_refused(change, match):
-    with pytest.raises(ConfigError, match=match):
-        consolidate(torch.zeros(2, 6), **change)
-
-
-@pytest.mark.parametrize(
-    ("arguments", "match"),
-    [
-        ({"operator": "size"}, "examples"),
-        ({"operator": "support", "examples": torch.ones(2)}, "supports"),
-        ({"operator": "pooled", "examples": torch.ones(2)}, "marginals"),
-        ({"operator": "size", "examples": torch.ones(3)}, r"shape \(2,\), got \(3,\)"),
-        ({"operator": "mean", "ages": torch.ones(2, 1)}, "ages"),
-    ],
-)
-def test_missing_or_misshapen_arguments_are_refused(arguments, match):
-    with pytest.raises(DataError, match=match):
-        consolidate(torch.zeros(2, 6), **arguments)
-    for table in (torch.zeros(3), torch.zeros(2, 3, 3), torch.zeros(2, 5)):
-        with pytest.raises(DataError, match="table of upper triangles"):
-            consolidate(table, **arguments)
-    with pytest.raises(DataError, match=r"upper triangles .* shape \(1, 3\), got \(1, 4\)"):
-        ConsensusSums(2, "mean").add(Uploads(torch.zeros(4)))
-
-
-def test_order_operators_cannot_be_streamed():
-    with pytest.raises(ConfigError, match="running sums"):
-        ConsensusSums(2, "median")
-
-
 # -- many teachers at once ------------------------------------------------------------------------
 
 
@@ -420,31 +403,27 @@ def test_order_operators_cannot_be_streamed():
 @pytest.mark.parametrize("numbers", [2**22, 60, 1])
 def test_all_teachers_at_once_are_those_of_each(operator, numbers, monkeypatch):
     """In the order asked for, in parts of any size, to the last bit; rounded only at the end."""
-    result = make_table(12, 5, 4).consolidate(operator)
+    result = make_table(12, 5, 4).rows(operator)
     expected = [result.without(row) for row in range(12)]
     monkeypatch.setattr(consensus, "numbers_at_once", lambda device: numbers)
     rows = [7, 0, 11, 7]
-    matrices, known = result.without_each(rows)
-    rounded, _ = result.without_each(rows, torch.float32)
-    assert rounded.dtype == torch.float32
-    for place, row in enumerate(rows):
-        assert torch.equal(matrices[place], expected[row][0])
-        assert torch.equal(known[place], expected[row][1])
-        assert torch.equal(rounded[place], expected[row][0].float())
-    assert [part.shape for part in result.without_each([])] == [(0, 5, 5)] * 2
-    for row in (-1, 12):
-        with pytest.raises(IndexError, match=f"no client {row} in a table of 12"):
-            result.without_each([0, row])
+    for dtype in (F64, torch.float32):
+        _, teachers = result.teachers(rows, 0, dtype)
+        for row, (matrix, known) in zip(rows, teachers, strict=True):
+            assert torch.equal(matrix, expected[row][0].to(dtype))
+            assert matrix.dtype == dtype
+            assert torch.equal(known, expected[row][1])
+    assert result.teachers([], 0)[1] == []
 
 
 @pytest.mark.parametrize("operator", OPERATORS)
 def test_the_way_of_a_device_agrees_with_that_of_the_cpu(operator, monkeypatch):
     """Sums and sorting of other devices, tried on the CPU: the same up to rounding."""
     table = make_table(40, 5, 2)
-    expected = table.consolidate(operator)
+    expected = table.rows(operator)
     monkeypatch.setattr(consensus, "_in_order", lambda tensor: False)
     monkeypatch.setattr(consensus, "numbers_at_once", lambda device: 100)
-    found = table.consolidate(operator)
+    found = table.rows(operator)
     for ours, theirs in ((found.full(), expected.full()), (found.without(3), expected.without(3))):
         torch.testing.assert_close(ours[0], theirs[0], rtol=0, atol=1e-13)
         assert torch.equal(ours[1], theirs[1])
@@ -460,35 +439,84 @@ def test_folded_clients_count_as_in_the_table(operator, age):
     in the table (whose ages are those of now), up to rounding."""
     table = make_table(14, 4, 5)
     table.ages += age
-    whole = table.consolidate(operator)
-    early = Uploads(*(field[:7] for field in table.uploads))
-    late = Uploads(*(field[7:] for field in table.uploads))
-    sums = ConsensusSums(4, operator)
-    sums.add(early._replace(ages=early.ages - age))
-    kept = {name: tensor.clone() for name, tensor in sums.tensors().items()}
-    rest = consolidate(**late._asdict(), operator=operator, folded=kept, folded_age=age)
-    for ours, theirs in ((rest.full(), whole.full()), (rest.without(2), whole.without(9))):
+    whole, rest = table.rows(operator), table.rows(operator)
+    rows = rest.rows
+    rest._fold({name: tensor[:7] for name, tensor in rows.items()}, -1 - age)
+    assert rest.folded["round"] == -1 - age
+    rest.rows = {name: tensor[7:] for name, tensor in rows.items()}
+    kept = {name: tensor.clone() for name, tensor in rest.folded.items()}
+    for ours, theirs in ((rest.full(), whole.full()), (rest.without(9), whole.without(9))):
         torch.testing.assert_close(ours[0], theirs[0], rtol=0, atol=1e-12)
         assert torch.equal(ours[1], theirs[1])
-    assert all(torch.equal(kept[name], tensor) for name, tensor in sums.tensors().items())
+    assert all(torch.equal(kept[name], tensor) for name, tensor in rest.folded.items())
 
 
 def test_sums_that_faded_away_are_unknown():
     """0.9 to the power of 10,000 is 0 in float64: nothing is left to divide by."""
-    sums = ConsensusSums(2, "mean")
-    sums.add(Uploads(torch.ones(3)))
-    nobody = torch.zeros(0, 3)
-    gone = consolidate(nobody, operator="mean", folded=sums.tensors(), folded_age=10_000)
-    matrix, known = gone.full()
+    table = Rows(torch.ones(1, 3), "mean")
+    table._fold(table.rows, -1)
+    table.rows = {name: tensor[:0] for name, tensor in table.rows.items()}
+    matrix, known = table.consensus(10_000)
     assert not matrix.any()
     assert not known.any()
-    back = consolidate(nobody, operator="mean", folded=sums.tensors(), folded_age=100)
-    assert back.full()[0].tolist() == [[1, 1], [1, 1]]
+    assert table.consensus(100).matrix.tolist() == [[1, 1], [1, 1]]
 
 
-def test_sums_of_another_operator_are_refused():
-    with pytest.raises(DataError, match=r"'support' over 2 labels hold 3 numbers as 'weight'"):
-        ConsensusSums(2, "support").restore(ConsensusSums(2, "mean").tensors())
+# -- a table that remembers -----------------------------------------------------------------------
+
+
+def reply(client: int, value: float, examples: int = 20) -> Reply:
+    """R01 of two labels, with a diagonal of 1."""
+    told = {"upper": torch.tensor([1.0, value, 1.0]), "marginal": torch.full((2,), 0.5)}
+    return Reply(client, examples, Record({CORRELATION: told}))
+
+
+def test_a_table_remembers_the_last_of_each_client():
+    """Client 3 says 0.1, then 0.5; client 1 says 0.3: rows are in client order, with their rounds.
+
+    ``mean`` with decay 0.5 in round 2: (0.5 + 0.5 · 0.3) / 1.5 = 0.4333; without client 3: 0.3.
+    """
+    table = CorrelationTable(2, Operator("mean", decay=0.5))
+    assert not table.teaches
+    table.add([reply(3, 0.1), reply(1, 0.3, 40)], 0)
+    assert table.teaches
+    table.add([reply(3, 0.5)], 1)
+    assert table.rows["client"].tolist() == [1, 3]
+    assert table.rows["round"].tolist() == [0, 1]
+    assert table.rows["examples"].tolist() == [40, 20]
+    common, (own, new) = table.teachers([3, 7], 2)
+    assert common.matrix[0, 1].item() == pytest.approx(0.65 / 1.5)
+    assert own.matrix[0, 1].item() == pytest.approx(0.3)
+    assert torch.equal(new.matrix, common.matrix)  # a client never heard
+    again = CorrelationTable(2, table.operator).load(table.state_dict())
+    assert torch.equal(again.consensus(2).matrix, common.matrix)
+    assert FOLDED not in table.state_dict()
+
+
+def test_the_last_cohort_only():
+    table = CorrelationTable(2, Operator("mean"), last_only=True)
+    table.add([reply(0, 0.1), reply(1, 0.3)], 0)
+    table.add([reply(5, 0.5)], 1)
+    assert table.rows["client"].tolist() == [5]
+    assert not table.folded
+
+
+def test_what_does_not_fit_is_folded():
+    """Room for one: client 0 (R01 = 0.8) leaves for client 1 (0.2) and still counts half."""
+    table = CorrelationTable(2, Operator("mean", decay=0.5), capacity=1)
+    for round, (client, value) in enumerate([(0, 0.8), (1, 0.2)]):
+        table.add([reply(client, value)], round)
+    assert table.rows["client"].tolist() == [1]
+    assert table.folded["weight"].tolist() == [0.5]
+    assert table.teaches
+    again = CorrelationTable(2, table.operator).load(table.state_dict())
+    for kept in (table, again):
+        common, (own,) = kept.teachers([1], 2)
+        assert common.matrix[0, 1].item() == pytest.approx((0.5 * 0.8 + 0.2) / 1.5)
+        assert own.matrix[0, 1].item() == pytest.approx(0.8)
+
+
+# -- unknown labels -------------------------------------------------------------------------------
 
 
 @pytest.mark.parametrize(
@@ -503,41 +531,43 @@ def test_sums_of_another_operator_are_refused():
 )
 def test_entries_count_by_the_images_behind_them(operator, expected):
     upper = torch.tensor([[1.0, 0.2, 1.0], [1.0, -0.9, 1.0], [1.0, 0.8, 1.0]])
-    images = torch.tensor([[30.0, 30.0, 40.0], [50.0, 0.0, 50.0], [10.0, 10.0, 0.0]])
-    supports = torch.ones(3, 2, dtype=torch.bool)
-    consensus = consolidate(
-        upper, operator=operator, examples=images, supports=supports, kappa=10, min_examples=5
-    )
-    matrix, known = consensus.full()
+    images = torch.tensor([[30.0, 30.0, 40.0], [50.0, 0.0, 50.0], [10.0, 10.0, 10.0]])
+    table = Rows(upper, operator, images=images, kappa=10, min_examples=5)
+    matrix, known = table.full()
     assert matrix[0, 1].item() == pytest.approx(expected)
     assert known.all()
-    matrices, known = consensus.without_each([0, 1, 2])
-    assert matrices[:, 0, 1].tolist() == pytest.approx([0.8, expected, 0.2])
-    assert known[:, 0, 1].all()
+    others = [table.without(client) for client in range(3)]
+    found = [matrix[0, 1].item() for matrix, _ in others]
+    assert found == pytest.approx([0.8, expected, 0.2])
+    assert all(known[0, 1] for _, known in others)
 
 
 def test_an_entry_that_one_client_knows_is_unknown_without_it():
     upper = torch.tensor([[1.0, 0.2, 1.0], [1.0, 0.4, 1.0]])
     images = torch.tensor([[9.0, 9.0, 9.0], [9.0, 0.0, 9.0]])
     for operator in ("mean", "size"):
-        _, known = consolidate(upper, operator=operator, examples=images).without_each([0, 1])
-        assert known[:, 0, 1].tolist() == [False, True]
+        table = Rows(upper, operator, images=images)
+        assert [table.without(k).known[0, 1].item() for k in (0, 1)] == [False, True]
 
 
 def test_few_images_of_an_entry_do_not_teach():
     """``min_examples`` looks at each entry: 4 images of (0, 1) are too few, whatever n is."""
-    upper, support = torch.tensor([[1.0, 0.2, 1.0]]), torch.ones(1, 2, dtype=torch.bool)
+    upper = torch.tensor([[1.0, 0.2, 1.0]])
     images = torch.tensor([[90.0, 4.0, 90.0]])
-    _, known = consolidate(upper, examples=images, supports=support, min_examples=5).full()
+    _, known = Rows(upper, images=images, min_examples=5).full()
     assert known.tolist() == [[True, False], [False, True]]
 
 
-@pytest.mark.parametrize("operator", ["median", "trimmed", "pooled"])
-def test_other_operators_cannot_leave_entries_out(operator):
-    with pytest.raises(ConfigError, match="cannot leave out what a client does not know"):
-        consolidate(
-            torch.ones(2, 3),
-            operator=operator,
-            examples=torch.ones(2, 3),
-            marginals=torch.ones(2, 2),
-        )
+def test_support_of_a_label_follows_the_images_that_know_it():
+    """p̂ = 0.3 counts from 0.5 / n_c on: n_c = 2 gives 0.25, n_c = 1 gives 0.5, n_c = 0 never."""
+    images, marginals = torch.tensor([[2.0, 1, 0, 1, 0, 0]]), torch.full((1, 3), 0.3)
+    table = Rows(torch.ones(1, 6), images=images, marginals=marginals, min_examples=0)
+    assert table.full().known.nonzero().tolist() == [[0, 0]]
+
+
+def test_support_floor_is_half_an_image():
+    """Of n = 10 images a label counts from p̂ = 1/(2n) = 0.05 on, not from 1/n = 0.1."""
+    for n, marginals in ((10, [0.049, 0.051, 0.099]), (10**6, [0.0009, 0.0011, 0.5])):
+        examples = torch.tensor([n])  # of a million images: the setting, 1e-3
+        table = Rows(torch.ones(1, 6), examples=examples, marginals=torch.tensor([marginals]))
+        assert table.full().known.diagonal().tolist() == [False, True, True]

@@ -1,4 +1,4 @@
-"""Eq. (1) and (2), running moments, Ψ and the aggregation weights."""
+"""Eq. (1) and (2), pairs of labels and Ψ."""
 
 import itertools
 import math
@@ -12,28 +12,17 @@ from sklearn.metrics import matthews_corrcoef
 from torch import Tensor
 
 from fedharmony.correlation import (
+    Correlation,
     Moments,
-    MomentsApart,
-    PairMoments,
-    RunningMoments,
-    aggregation_weights,
-    alpha_schedule,
     correlation,
     discrepancy,
-    effective_clients,
-    empty_running,
     label_correlation,
-    pair_correlation,
     pair_mask,
-    pair_moments,
-    quality_weights,
-    running_discrepancy,
-    running_step,
     score_moments,
     soft_correlation,
-    update_rate,
 )
 from fedharmony.errors import ConfigError, DataError
+from fedharmony.losses import Batch
 
 F64 = torch.float64
 quick = settings(deadline=None, max_examples=60, derandomize=True)
@@ -56,7 +45,7 @@ def test_moments_by_hand():
     −0.178174 and R_00 = (0.4 − 0.36)/0.24 = 1/6. Two points lie on a line: Pearson is −1.
     """
     moments = score_moments(torch.tensor([[0.8, 0.1], [0.4, 0.5]], dtype=F64))
-    first, second = moments.first, moments.second
+    first, second = moments.marginal, moments.second
     torch.testing.assert_close(first, torch.tensor([0.6, 0.3], dtype=F64))
     torch.testing.assert_close(second, torch.tensor([[0.4, 0.14], [0.14, 0.13]], dtype=F64))
     matrix = correlation(moments, eps=0)
@@ -68,7 +57,7 @@ def test_moments_by_hand():
 
 def test_epsilon_is_added_to_the_denominator():
     moments = score_moments(draw(8, 2))
-    deviation = (moments.first * (1 - moments.first)).sqrt()
+    deviation = (moments.marginal * (1 - moments.marginal)).sqrt()
     expected = correlation(moments, eps=0)[0, 1] * deviation.prod() / (deviation.prod() + 0.5)
     torch.testing.assert_close(correlation(moments, eps=0.5)[0, 1], expected)
 
@@ -159,7 +148,7 @@ def test_constant_score_has_pearson_correlation_zero_after_averaging_too():
         scores = torch.cat((column, draw(10, 1).float()), 1)
         parts = score_moments(scores[:3]), score_moments(scores[3:])
         whole = Moments(*((3 * one + 7 * two) / 10 for one, two in zip(*parts, strict=True)))
-        variances.append((whole.second[0, 0] - whole.first[0] ** 2).item())
+        variances.append((whole.second[0, 0] - whole.marginal[0] ** 2).item())
         matrix = correlation(whole, normaliser="pearson", eps=0)
         assert matrix[0].tolist() == [0, 0]
         assert matrix[1, 1].item() == pytest.approx(1, abs=1e-5)
@@ -187,8 +176,8 @@ def test_gradient_against_finite_differences(normaliser):
 def test_detached_denominator_scales_the_gradient_of_the_covariance():
     scores = draw(6, 3).requires_grad_()
     moments = score_moments(scores)
-    covariance = moments.second - torch.outer(moments.first, moments.first)
-    deviation = (moments.first * (1 - moments.first)).sqrt().detach()
+    covariance = moments.second - torch.outer(moments.marginal, moments.marginal)
+    deviation = (moments.marginal * (1 - moments.marginal)).sqrt().detach()
     weights = draw(3, 3, seed=5)
     expected = (weights * covariance / (torch.outer(deviation, deviation) + 1e-6)).sum()
     actual = (weights * soft_correlation(scores, denominator_grad=False)).sum()
@@ -205,7 +194,7 @@ def test_padding_changes_nothing():
     for plain, masked in zip(score_moments(scores), score_moments(padded, real), strict=True):
         torch.testing.assert_close(plain, masked, rtol=0, atol=1e-15)
     empty = score_moments(padded, torch.zeros(8))
-    assert not empty.first.any()
+    assert not empty.marginal.any()
     assert not empty.second.any()
 
 
@@ -217,31 +206,6 @@ def test_padding_rows_get_no_gradient():
     assert gradient[0].any()
     (gradient,) = torch.autograd.grad(soft_correlation(scores, torch.zeros(4)).sum(), scores)
     assert not gradient.any()
-
-
-@pytest.mark.parametrize("normaliser", ["phi", "pearson"])
-def test_vmap_loop_and_native_stack_agree(normaliser):
-    scores = draw(2, 3, 6, 4)
-    weights = (draw(2, 3, 6, seed=1) < 0.7).to(F64)
-    teacher, pairs = draw(4, 4, seed=2), pair_mask(torch.tensor([0, 1, 0, 1]))
-
-    def loss(scores: Tensor, weights: Tensor) -> Tensor:
-        running = empty_running(4, leading=scores.shape[:-2], dtype=F64)
-        for _ in range(2):
-            valid = weights.sum(-1) > 0
-            rate = 0.3 * valid
-            estimate, running = running_step(running, score_moments(scores, weights), rate)
-        return discrepancy(correlation(estimate, normaliser=normaliser), teacher, pairs)
-
-    native = loss(scores, weights)
-    stacked = torch.vmap(torch.vmap(loss))(scores, weights)
-    looped = [loss(s, w) for s, w in zip(scores.flatten(0, 1), weights.flatten(0, 1), strict=True)]
-    torch.testing.assert_close(native, stacked, rtol=1e-12, atol=1e-15)
-    torch.testing.assert_close(native.flatten(), torch.stack(looped), rtol=1e-12, atol=1e-15)
-    gradients = torch.vmap(torch.vmap(torch.func.grad(loss)))(scores, weights)
-    variable = scores.clone().requires_grad_()
-    (expected,) = torch.autograd.grad(loss(variable, weights).sum(), variable)
-    torch.testing.assert_close(gradients, expected, rtol=1e-10, atol=1e-14)
 
 
 def test_autocast_and_half_precision_compute_in_float32():
@@ -335,199 +299,33 @@ def test_labels_other_than_0_and_1_are_refused():
     assert matrix.tolist() == [[1, 0], [0, 0]]
 
 
-# Running moments
-
-
-def test_gradient_by_hand_of_two_images():
-    """Two labels, scores (1, 1) and (0, 0), teacher ½: p̃ = ½, p̃_12 = ½, d = ½, so R_12 = 1.
-
-    Ψ = (½² + ½²) / 2 = ¼; E = 2 · ½ / 2 = ½; W = ½ / ¼ = 2. d' = (½ − p̃)/d = 0, so ∂Ψ/∂p̃_1 =
-    −2 · 2 · ½ = −2 and ∂Ψ/∂F_i1 = (−2 + 2 · 2 · F_i2) / 2: 1 for the first image, −1 for the
-    second.
-    """
-    scores = torch.tensor([[1.0, 1.0], [0.0, 0.0]], dtype=torch.float64, requires_grad=True)
-    value, after = running_discrepancy(
-        scores,
-        torch.ones(2),
-        MomentsApart.empty(2),
-        1.0,
-        torch.full((2, 2), 0.5),
-        pair_mask(torch.tensor([0, 0])),
-        2.0,
-        eps=1e-12,
-    )
-    value.backward()
-    assert value.item() == pytest.approx(0.25)
-    torch.testing.assert_close(scores.grad, torch.tensor([[1.0, 1], [-1, -1]]).double())
-    assert after.first.tolist() == [0.5, 0.5]
-    assert after.second.flatten().tolist() == [0.5] * 4
-    assert bool(after.started)
-
-
-@pytest.mark.parametrize(("denominator_grad", "clamp"), [(True, 1e-4), (True, 0.45), (False, 0.45)])
-@pytest.mark.parametrize("batches", [1, 3])
-def test_gradient_by_hand_is_that_of_autograd(batches, denominator_grad, clamp):
-    """Value, gradient and state over batches; padding rows, unequal rates, p̂ beyond the clamp."""
-    clients, rows, labels = 3, 5, 7
-    generator = torch.Generator().manual_seed(batches)
-
-    def draw(*shape):
-        return torch.randn(*shape, generator=generator, dtype=torch.float64)
-
-    teacher = draw(clients, labels, labels).tanh()
-    teacher = (teacher + teacher.mT) / 2
-    pairs = draw(clients, labels, labels) > 0
-    pairs = pairs | pairs.mT
-    pairs[2] = False
-    rate = torch.tensor([0.2, 0.5, 1.0], dtype=torch.float64)
-    weights = torch.ones(clients, rows, dtype=torch.float64)
-    weights[1, 3:] = 0
-    one = empty_running(labels, leading=(clients,), dtype=torch.float64)
-    other = MomentsApart(one.moments.first.clone(), one.moments.second.clone(), one.started.clone())
-    count = pairs.sum((-2, -1)).clamp_min(1)
-    for _ in range(batches):
-        logits = 3 * draw(clients, rows, labels)
-        logits[0, :, 0] = -20.0
-        found = []
-        for by_hand in (False, True):
-            scores = logits.sigmoid().requires_grad_()
-            if by_hand:
-                value, other = running_discrepancy(
-                    scores,
-                    weights,
-                    other,
-                    rate,
-                    teacher,
-                    pairs,
-                    count,
-                    clamp=clamp,
-                    denominator_grad=denominator_grad,
-                )
-            else:
-                estimate, one = running_step(one, score_moments(scores, weights), rate)
-                local = correlation(estimate, clamp=clamp, denominator_grad=denominator_grad)
-                value = discrepancy(local, teacher, pairs)
-            (gradient,) = torch.autograd.grad((value * torch.arange(1, 4)).sum(), scores)
-            found.append((value.detach(), gradient))
-        for by_autograd, by_formula in zip(*found, strict=True):
-            torch.testing.assert_close(by_formula, by_autograd, rtol=1e-10, atol=1e-12)
-        torch.testing.assert_close(other.second, one.moments.second)
-    assert found[1][1][1, 3:].abs().max() == 0  # padding rows
-    assert found[1][1][:2].abs().max() > 1e-3
-
-
-def test_running_value_is_the_average_and_gradient_is_the_batch():
-    batches = [draw(6, 3, seed=s) for s in range(3)]
-    running = empty_running(3, dtype=F64)
-    mean: Moments | None = None
-    for scores in batches:
-        scores = scores.requires_grad_()
-        batch = score_moments(scores)
-        estimate, running = running_step(running, batch, 0.25)
-        # The first batch initialises; then 3/4 of the past and 1/4 of the present.
-        mean = (
-            batch
-            if mean is None
-            else Moments(*(0.75 * old + 0.25 * new for old, new in zip(mean, batch, strict=True)))
-        )
-        for value, expected in zip(estimate, mean, strict=True):
-            torch.testing.assert_close(value, expected, rtol=0, atol=1e-15)
-        mean = Moments(*(m.detach() for m in mean))
-        weights = draw(4, 3, seed=9)
-        (actual, plain) = (
-            torch.autograd.grad((weights * m.values).sum(), scores, retain_graph=True)[0]
-            for m in (estimate, batch)
-        )
-        assert torch.equal(actual, plain)
-        assert not running.moments.second.requires_grad
-    assert running.started.item()
-
-
-def test_batch_without_a_real_row_changes_nothing():
-    """Client 0 has rows in both batches, client 1 in the first only, client 2 in none."""
-    scores = draw(3, 4, 2)
-    rows = torch.ones(3, 4)
-    rows[2] = 0
-    _, running = running_step(
-        empty_running(2, leading=(3,), dtype=F64),
-        score_moments(scores, rows),
-        update_rate(rows.sum(-1), 8.0),
-    )
-    assert running.started.tolist() == [True, True, False]
-    rows[1] = 0
-    scores = draw(3, 4, 2, seed=1).requires_grad_()
-    rate = update_rate(rows.sum(-1), 8.0)
-    estimate, after = running_step(running, score_moments(scores, rows), rate)
-    assert after.started.tolist() == [True, True, False]
-    for old, new, value in zip(running.moments, after.moments, estimate, strict=True):
-        assert torch.equal(old[1:], new[1:])
-        assert torch.equal(value[1:], new[1:])
-        assert not torch.equal(old[0], new[0])
-        assert not new[2].any()
-    (gradient,) = torch.autograd.grad(correlation(estimate).sum(), scores)
-    assert gradient[0].any()
-    assert not gradient[1:].any()
-
-
-def test_each_client_may_have_its_own_rate():
-    one, two = score_moments(draw(2, 4, 3)), score_moments(draw(2, 4, 3, seed=1))
-    start = empty_running(3, leading=(2,), dtype=F64)
-    _, running = running_step(start, one, 0.5)
-    estimate, _ = running_step(running, two, torch.tensor([1.0, 0.0]))
-    assert torch.equal(estimate.first[0], two.first[0])
-    assert torch.equal(estimate.second[1], one.second[1])
-
-
-def test_state_takes_the_precision_of_the_batch():
-    batch = score_moments(draw(4, 2))
-    estimate, running = running_step(empty_running(2), batch, 0.5)
-    assert estimate.second.dtype == running.moments.second.dtype == F64
-    assert torch.equal(estimate.second, batch.second)
-
-
-def test_update_rate():
-    rows = torch.tensor([16.0, 16.0, 4.0, 1.0, 0.0])
-    spans = torch.tensor([320.0, 512.0, 1.0, 16.0, 16.0])
-    expected = torch.tensor([0.05, 16 / 512, 1.0, 1 / 16, 0.0])
-    assert torch.equal(update_rate(rows, spans), expected)
-
-
-def test_a_short_batch_moves_running_moments_by_its_share():
-    """17 images in batches of 16 and 1: (16 · first + 1 · second) / 17 is their mean, to rounding.
-
-    At the rate of a full batch, 16/17, the one image of the second would all but replace them.
-    """
-    scores = draw(17, 3)
-    whole = score_moments(scores)
-    one, other = empty_running(3, dtype=F64), MomentsApart.empty(3)
-    for batch in (scores[:16], scores[16:]):
-        rate = update_rate(torch.tensor(len(batch), dtype=F64), 17.0)
-        estimate, one = running_step(one, score_moments(batch), rate)
-        _, other = running_discrepancy(
-            batch,
-            torch.ones(len(batch)),
-            other,
-            rate,
-            torch.zeros(3, 3),
-            pair_mask(torch.zeros(3)),
-            6,
-        )
-    torch.testing.assert_close(estimate.values, whole.values, rtol=0, atol=1e-14)
-    torch.testing.assert_close(other.first, whole.first, rtol=0, atol=1e-14)
-    torch.testing.assert_close(other.second, whole.second, rtol=0, atol=1e-14)
-
-
-def test_an_empty_batch_changes_nothing_by_hand_either():
-    scores, pairs, zero = draw(4, 2), pair_mask(torch.zeros(2)), torch.zeros(2, 2)
-    nothing, rows = torch.zeros(4), torch.ones(4)
-    _, empty = running_discrepancy(scores, nothing, MomentsApart.empty(2), 0.0, zero, pairs, 2)
-    assert not empty.started
-    _, begun = running_discrepancy(scores, rows, empty, 0.1, zero, pairs, 2)  # the first one: ω = 1
-    torch.testing.assert_close(begun.first, scores.mean(0))
-    _, after = running_discrepancy(draw(4, 2, seed=1), nothing, begun, 0.0, zero, pairs, 2)
-    assert after.started
-    assert torch.equal(after.first, begun.first)
-    assert torch.equal(after.second, begun.second)
+@pytest.mark.parametrize("normaliser", ["phi", "pearson"])
+@pytest.mark.parametrize("unknown", [False, True])
+def test_settings_reach_equation_two(normaliser, unknown):
+    """The correlation of a model's outputs: sums of two batches, and Eq. (2) with all settings."""
+    options = {"normaliser": normaliser, "eps": 0.01, "clamp": 0.2, "denominator_grad": False}
+    kind = Correlation(3, unknown, **options)
+    logits = 4 * draw(7, 3) - 3
+    scores, rows = logits.sigmoid().requires_grad_(), torch.tensor([1.0] * 6 + [0.0])
+    known = (draw(7, 3, seed=1) < 0.8).float() * rows[:, None] if unknown else ()
+    assert torch.equal(kind.scores(logits), scores)
+    batch = Batch(torch.zeros(7, 3), rows, torch.ones(7, 3), known=known)
+    moments = kind.moments(scores, batch)
+    assert moments.values.shape == (kind.rows, 3)
+    plain = score_moments(scores, rows, known if unknown else None, squares=True)
+    expected = correlation(plain, **options)
+    matrix = kind.matrix(moments)
+    torch.testing.assert_close(matrix, expected, rtol=1e-12, atol=0)
+    numerator, denominator = kind.quotient(moments)
+    defined = moments.known > 0 if unknown else torch.ones(3, 3, dtype=torch.bool)
+    torch.testing.assert_close((numerator / denominator)[defined], matrix[defined])
+    slopes = [
+        torch.autograd.grad(m.square().sum(), scores, retain_graph=True)[0]
+        for m in (matrix, expected)
+    ]
+    torch.testing.assert_close(*slopes, rtol=1e-12, atol=0)
+    with pytest.raises(AssertionError, match="not the data of the task"):
+        kind.sums(scores, batch._replace(known=() if unknown else torch.ones(7, 3)))
 
 
 # Unknown labels
@@ -543,9 +341,9 @@ def test_pairs_are_estimated_where_both_labels_are_known(seed, normaliser):
     rows = torch.ones(12)
     rows[10:] = 0
     known = known & (rows > 0).unsqueeze(-1)
-    moments = pair_moments(scores, known, rows, squares=normaliser == "pearson")
-    matrix, defined = pair_correlation(moments, normaliser=normaliser)
-    assert torch.equal(defined, (known.double().mT @ known.double()) > 0)
+    moments = score_moments(scores, rows, known, squares=normaliser == "pearson")
+    matrix = correlation(moments, normaliser=normaliser)
+    assert torch.equal(moments.known > 0, (known.double().mT @ known.double()) > 0)
     for a in range(3):
         torch.testing.assert_close(moments.marginal[a], scores[known[:, a], a].mean())
         for b in range(3):
@@ -561,17 +359,17 @@ def test_pairs_are_estimated_where_both_labels_are_known(seed, normaliser):
 @pytest.mark.parametrize("normaliser", ["phi", "pearson"])
 def test_pairs_of_known_labels_are_the_plain_matrix(normaliser):
     scores = draw(2, 9, 4)
-    moments = pair_moments(scores, torch.ones(2, 9, 4), squares=True)
-    matrix, defined = pair_correlation(moments, normaliser=normaliser)
+    moments = score_moments(scores, known=torch.ones(2, 9, 4), squares=True)
+    matrix = correlation(moments, normaliser=normaliser)
     plain = correlation(score_moments(scores), normaliser=normaliser)
     torch.testing.assert_close(matrix, plain, rtol=1e-10, atol=1e-14)
-    assert defined.all()
+    assert (moments.known == 1).all()
 
 
 def test_pairs_of_labels_are_phi_coefficients():
     labels, known = draw(40, 4) < 0.4, draw(40, 4, seed=1) < 0.7
     expected, _ = label_correlation(labels, known=known)
-    found, _ = pair_correlation(pair_moments(labels.double(), known), eps=1e-12)
+    found = correlation(score_moments(labels.double(), known=known), eps=1e-12)
     torch.testing.assert_close(found, expected, rtol=1e-9, atol=1e-9)
 
 
@@ -581,8 +379,8 @@ def test_unknown_labels_get_no_gradient(denominator_grad):
     known = draw(6, 3, seed=1) < 0.6
 
     def total(scores: Tensor) -> Tensor:
-        moments = pair_moments(scores, known, torch.ones(6))
-        matrix, _ = pair_correlation(moments, denominator_grad=denominator_grad)
+        moments = score_moments(scores, torch.ones(6), known)
+        matrix = correlation(moments, denominator_grad=denominator_grad)
         return (matrix * draw(3, 3, seed=2)).sum()
 
     (gradient,) = torch.autograd.grad(total(scores), scores)
@@ -590,23 +388,6 @@ def test_unknown_labels_get_no_gradient(denominator_grad):
     assert not gradient[~known].any()
     if denominator_grad:
         assert torch.autograd.gradcheck(total, (scores,), eps=1e-6, atol=1e-6)
-
-
-def test_running_pairs_are_the_pairs_of_all_batches():
-    """Batches of 3, 3 and 2 images with other labels known in each: those of all eight together."""
-    scores, known = draw(8, 3), draw(8, 3, seed=5) < 0.5
-    whole = pair_moments(scores, known)
-    classes = 3
-    running = RunningMoments(
-        PairMoments(torch.zeros(3 * classes, classes, dtype=F64)), torch.tensor(False)
-    )
-    seen = 0
-    for part in (slice(0, 3), slice(3, 6), slice(6, 8)):
-        seen += len(scores[part])
-        rate = len(scores[part]) / seen
-        batch = pair_moments(scores[part], known[part])
-        estimate, running = running_step(running, batch, rate)
-    torch.testing.assert_close(estimate.values, whole.values, rtol=0, atol=1e-14)
 
 
 # Pairs and Ψ
@@ -683,98 +464,3 @@ def test_gradient_of_the_distances(kind):
     matrix, teacher = draw(2, 4, 4).requires_grad_(), draw(4, 4, seed=1)
     pairs = pair_mask(torch.tensor([0, 0, 1, 1]))
     assert torch.autograd.gradcheck(lambda m: discrepancy(m, teacher, pairs, kind=kind), (matrix,))
-
-
-# Aggregation weights
-
-
-def test_alpha_falls_linearly_from_one():
-    assert [alpha_schedule(t, 25) for t in (0, 5, 25, 49)] == [1.0, 0.8, 0.0, 0.0]
-    assert [alpha_schedule(t, 2, start=3) for t in range(7)] == [1, 1, 1, 1, 0.5, 0, 0]
-    assert alpha_schedule(100, math.inf) == 1
-    assert alpha_schedule(0, 0) == 0
-    assert [alpha_schedule(t, 0, start=2) for t in range(4)] == [1, 1, 0, 0]
-
-
-def test_quality_by_hand():
-    """With s = (1, 2, 4): mean 7/3, variance (16 + 1 + 25)/27 = 42/27, so γ = 0.801784."""
-    gamma = math.sqrt(27 / 42)
-    powers = [math.exp(-gamma * s) for s in (1, 2, 4)]
-    s = torch.tensor([1.0, 2.0, 4.0])
-    assert quality_weights(s).tolist() == pytest.approx(
-        [p / sum(powers) for p in powers], abs=1e-15
-    )
-    fixed = [math.exp(-2 * s) for s in (1, 2, 4)]
-    assert quality_weights(s, temperature=2).tolist() == pytest.approx(
-        [p / sum(fixed) for p in fixed], abs=1e-15
-    )
-
-
-def test_small_clients_get_the_mean_quality():
-    """Clients with 50 and 10 images: s = 1, 3, mean 2, deviation 1, so s − mean = −1, 1 and 0 for
-    the client with 9 images, whatever its own s.
-    """
-    weights = quality_weights(torch.tensor([1.0, 3.0, 0.0]), examples=torch.tensor([50, 10, 9]))
-    powers = [math.e, 1 / math.e, 1.0]
-    assert weights.tolist() == pytest.approx([p / sum(powers) for p in powers], abs=1e-15)
-    few = quality_weights(torch.tensor([1.0, 3.0]), examples=torch.tensor([9, 1]))
-    assert few.tolist() == [0.5, 0.5]
-    alone = quality_weights(torch.tensor([1.0]), examples=torch.tensor([9]))
-    assert alone.tolist() == [1.0]
-
-
-def test_equal_discrepancies_give_uniform_weights():
-    for temperature in ("adaptive", 5.0):
-        weights = quality_weights(torch.full((4,), 0.37), temperature=temperature)
-        assert weights.tolist() == [0.25] * 4
-    rounding = torch.tensor([0.1, 0.1 + 1e-14], dtype=F64)
-    assert quality_weights(rounding).tolist() == [0.5, 0.5]
-    assert quality_weights(torch.tensor([0.3])).tolist() == [1.0]
-    assert quality_weights(torch.tensor([])).shape == (0,)
-
-
-@quick
-@given(
-    s=st.lists(st.floats(0, 1e3), min_size=1, max_size=20),
-    alpha=st.floats(0, 1),
-    shift=st.integers(0, 2**16),
-)
-def test_weights_sum_to_one_and_quality_follows_discrepancy(s, alpha, shift):
-    discrepancies = torch.tensor(s, dtype=F64)
-    examples = 1 + (torch.arange(len(s)) * 7919 + shift) % 5000
-    quality = quality_weights(discrepancies)
-    weights = aggregation_weights(examples, quality, alpha)
-    assert weights.dtype == F64
-    assert abs(weights.sum().item() - 1) <= 1e-12
-    assert abs(quality.sum().item() - 1) <= 1e-12
-    assert (quality[discrepancies.argsort()].diff() <= 1e-15).all()
-    assert 1 - 1e-9 <= effective_clients(weights) <= len(s) + 1e-9
-
-
-def test_aggregation_by_hand():
-    """n̄ = (0.75, 0.25), q̄ = (0.2, 0.8), α = 0.75: 0.5625 + 0.05 and 0.1875 + 0.2."""
-    examples, quality = torch.tensor([30, 10]), torch.tensor([0.1, 0.4], dtype=F64)
-    weights = aggregation_weights(examples, quality, 0.75)
-    assert weights.tolist() == pytest.approx([0.6125, 0.3875], abs=1e-15)
-    assert effective_clients(weights) == pytest.approx(1 / (0.6125**2 + 0.3875**2))
-    assert aggregation_weights(examples, quality, 0).tolist() == pytest.approx([0.2, 0.8])
-
-
-def test_alpha_one_is_size_weighting_to_the_last_bit():
-    examples = torch.tensor([3, 7, 11])
-    undefined = torch.full((3,), math.nan)
-    expected = examples.double() / examples.double().sum()
-    assert torch.equal(aggregation_weights(examples, undefined, 1.0), expected)
-
-
-def test_undefined_weights_are_refused():
-    with pytest.raises(DataError, match="not finite"):
-        quality_weights(torch.tensor([0.1, math.nan]))
-    with pytest.raises(DataError, match="images"):
-        aggregation_weights(torch.tensor([0, 0]), torch.tensor([0.5, 0.5]), 0.5)
-    with pytest.raises(DataError, match="quality"):
-        aggregation_weights(torch.tensor([1, 2]), torch.tensor([0.5, math.nan]), 0.5)
-    with pytest.raises(ConfigError, match="temperature"):
-        quality_weights(torch.tensor([0.1]), temperature=-1)
-    with pytest.raises(ConfigError, match="share"):
-        aggregation_weights(torch.tensor([1]), torch.tensor([1.0]), 1.5)

@@ -2,28 +2,26 @@
 
 from __future__ import annotations
 
+import math
 from collections.abc import Mapping
 from dataclasses import replace
 from typing import Any
 
+import hypothesis
 import numpy as np
 import pytest
 import torch
+from hypothesis import strategies as st
 from torch import Tensor
 
+from fedharmony import alignment
 from fedharmony import correlation as corr
+from fedharmony.consensus import CORRELATION, FOLDED, TABLE, Operator
 from fedharmony.engine.checkpoint import from_bytes, to_bytes
 from fedharmony.errors import ConfigError
 from fedharmony.losses import Batch, binary_cross_entropy
 from fedharmony.methods.base import ClientView, Task
-from fedharmony.methods.fedharmony import (
-    CLUSTERS,
-    CORRELATION,
-    FOLDED,
-    TABLE,
-    TEACHER,
-    FedHarmony,
-)
+from fedharmony.methods.fedharmony import CLUSTERS, TEACHER, FedHarmony
 from fedharmony.types import BUFFERS, PARAMS, Record, Reply
 from toy import CLASSES, Toy, largest_difference, same_bits, toy_data
 
@@ -159,23 +157,65 @@ def test_many_labels_train_like_few(
     """From ``MANY_LABELS`` on the loss has a gradient by hand: the same after three rounds."""
     found = []
     for many in (10**9, 1):
-        monkeypatch.setattr("fedharmony.methods.fedharmony.MANY_LABELS", many)
+        monkeypatch.setattr(alignment, "MANY_LABELS", many)
         toy = Toy("fedharmony", settings, rounds=3, dtype=torch.float64)
-        assert toy.method._by_hand == (many == 1)
+        assert toy.method.align.by_hand == (many == 1)
         found.append(Record({PARAMS: toy.run()[0].get(PARAMS)}))
     assert largest_difference(*found) < 1e-6
     plain = Toy("fedharmony", {**settings, "align_weight": 0.0}, rounds=3, dtype=torch.float64)
     assert largest_difference(found[1], Record({PARAMS: plain.run()[0].get(PARAMS)})) > 1e-5
 
 
-@pytest.mark.parametrize(
-    "settings",
-    [{"estimator": "batch"}, {"normaliser": "pearson"}, {"distance": "cosine"}],
-)
-def test_other_losses_of_many_labels_have_no_formula(settings: dict[str, Any]) -> None:
-    task = Task(classes=200, clients=2, rounds=1, batch_size=4, epochs=1, seed=0, width=8, lr=0.1)
-    assert method(task)._by_hand
-    assert not method(task, **settings)._by_hand
+def test_settings_reach_correlation_alignment_and_consensus() -> None:
+    """Each setting at a value of its own, so that none can stand in the place of another."""
+    task = replace(TASK, unknown_labels=True)
+    harmony = method(
+        task,
+        normaliser="pearson",
+        epsilon=0.01,
+        clamp=0.02,
+        denominator_grad=False,
+        estimator="batch",
+        window=33,
+        distance="cosine",
+        reduction="sum",
+        consensus="size",
+        kappa=3.0,
+        min_examples=7,
+        min_support=0.05,
+        staleness_decay=0.6,
+        trim=0.2,
+    )
+    kind = corr.Correlation(3, True, "pearson", eps=0.01, clamp=0.02, denominator_grad=False)
+    assert harmony.align == alignment.Alignment(
+        kind, estimator="batch", window=33, distance="cosine", reduction="sum"
+    )
+    assert harmony.operator == Operator(
+        "size", 3.0, min_examples=7, min_support=0.05, decay=0.6, trim=0.2, eps=0.01, clamp=0.02
+    )
+    table = harmony.table(Record())
+    assert (table.classes, table.operator, table.capacity) == (
+        3,
+        harmony.operator,
+        harmony.capacity,
+    )
+    assert table.unknown_labels
+    assert not table.last_only
+    assert method(memory="last_cohort").table(Record()).last_only
+
+
+@pytest.mark.parametrize("settings", [{}, {"align_unseen": "mask"}])
+def test_a_stack_of_carries_is_that_of_each(settings: dict[str, Any]) -> None:
+    harmony = method(**settings)
+    state = state_after(harmony, [reply(k, 20, matrix(0.1 * k, 0.2, 0)) for k in range(4)])
+    messages = list(harmony.broadcast(state, 2, [0, 1, 9]).values())
+    views = [ClientView(n, torch.tensor([n, 1, n - 1])) for n in (1, 30, 900)]
+    together = harmony.carries(views, messages)
+    for k, (view, message) in enumerate(zip(views, messages, strict=True)):
+        alone = harmony.carry(view, message)
+        assert alone.keys() == together.keys()
+        assert all(torch.equal(tensor, together[name][k]) for name, tensor in alone.items())
+    assert together["span"].tolist() == [1, 30, 512]
 
 
 def test_loss_is_bce_plus_weighted_discrepancy() -> None:
@@ -444,18 +484,90 @@ def test_misfits_in_parts_of_any_size(
     state = state_after(harmony, [reply(k, 20, matrix(0.1 * k, 0.3, -0.1 * k)) for k in range(5)])
     sent = harmony.broadcast(state, 2, range(5))
     replies = [reply(k, 20, matrix(0.2, 0.1 * k, 0.4)) for k in range(5)]
-    whole = harmony._misfits(replies, sent)
+    whole = harmony.misfits(replies, sent)
+    assert whole.compared.all()
     for at_once in (18, 1):
-        monkeypatch.setattr(corr, "numbers_at_once", lambda device, n=at_once: n)
-        assert harmony._misfits(replies, sent) == whole
-    for own, misfit in zip(replies, whole, strict=True):
+        monkeypatch.setattr(
+            "fedharmony.methods.fedharmony.numbers_at_once", lambda device, n=at_once: n
+        )
+        assert all(map(torch.equal, harmony.misfits(replies, sent), whole))
+    for own, misfit in zip(replies, whole.values.tolist(), strict=True):
         teacher = sent[own.client].get(TEACHER)
         pairs = corr.pair_mask(
             teacher["clusters"], teacher["known"], diagonal=harmony.config.diagonal
         )
         local = corr.unpack_upper(own.record.get(CORRELATION)["upper"], 3).double()
-        assert misfit == float(harmony.discrepancy(local, teacher["matrix"].double(), pairs))
-    assert len(set(whole)) == 5
+        kind = harmony.config.distance
+        assert misfit == float(
+            corr.discrepancy(local, teacher["matrix"].double(), pairs, kind=kind)
+        )
+    assert len(set(whole.values.tolist())) == 5
+
+
+# -- α, q and ω ------------------------------------------------------------------------------------
+
+ALL = torch.ones(3, dtype=torch.bool)
+
+
+def test_alpha_falls_linearly_from_one() -> None:
+    """T_0 is half of the ten rounds, or the setting."""
+    assert [method().alpha(t) for t in (0, 1, 5, 9)] == [1.0, 0.8, 0.0, 0.0]
+    assert [method(horizon=25.0).alpha(t) for t in (0, 5, 25, 49)] == [1.0, 0.8, 0.0, 0.0]
+    assert method(quality=False).alpha(9) == 1
+
+
+def test_quality_by_hand() -> None:
+    """With s = (1, 2, 4): mean 7/3, variance (16 + 1 + 25)/27 = 42/27, so γ = 0.801784."""
+    s = torch.tensor([1.0, 2.0, 4.0])
+    for settings, gamma in (({}, math.sqrt(27 / 42)), ({"temperature": 2.0}, 2.0)):
+        powers = [math.exp(-gamma * x) for x in s.tolist()]
+        q = method(**settings).qualities(s, ALL)
+        assert (q / q.sum()).tolist() == pytest.approx([p / sum(powers) for p in powers], abs=1e-15)
+
+
+def test_clients_that_are_not_reliable_get_the_mean_quality() -> None:
+    """Reliable are s = 1 and 3, mean 2, deviation 1, so s − mean = −1, 1 and 0 for the third."""
+    q = method().qualities(torch.tensor([1.0, 3.0, 0.0]), torch.tensor([True, True, False]))
+    powers = [math.e, 1 / math.e, 1.0]
+    assert (q / q.sum()).tolist() == pytest.approx([p / sum(powers) for p in powers], abs=1e-15)
+    assert len(set(method().qualities(torch.tensor([1.0, 3.0, 0.0]), ~ALL).tolist())) == 1
+
+
+@pytest.mark.parametrize("temperature", ["adaptive", 5.0])
+def test_equal_misfits_give_equal_qualities(temperature: Any) -> None:
+    harmony = method(temperature=temperature)
+    assert harmony.qualities(torch.full((3,), 0.37), ALL).unique().numel() == 1
+    assert harmony.qualities(torch.tensor([0.3]), ALL[:1]).tolist() == [1.0]
+    rounding = torch.tensor([0.1, 0.1 + 1e-14, 0.1], dtype=torch.float64)
+    assert method().qualities(rounding, ALL).unique().numel() == 1
+
+
+@hypothesis.settings(deadline=None, max_examples=40, derandomize=True)
+@hypothesis.given(s=st.lists(st.floats(0, 1e3), min_size=1, max_size=20))
+def test_quality_falls_with_the_misfit(s: list[float]) -> None:
+    misfits = torch.tensor(s, dtype=torch.float64)
+    q = method().qualities(misfits, torch.ones(len(s), dtype=torch.bool))
+    assert q.dtype == torch.float64
+    assert abs(q.sum().item() - 1) <= 1e-12
+    assert (q[misfits.argsort()].diff() <= 1e-15).all()
+
+
+@pytest.mark.parametrize(("least", "reliable"), [(10, [True, True, False]), (0, [True] * 3)])
+def test_small_clients_are_not_reliable(least: int, reliable: list[bool]) -> None:
+    """50, 10 and 9 images: from ``quality_min_examples`` on a client's own s counts."""
+    asked: list[list[bool]] = []
+
+    class Asked(FedHarmony):
+        def qualities(self, misfits: Tensor, reliable: Tensor) -> Tensor:
+            asked.append(reliable.tolist())
+            return super().qualities(misfits, reliable)
+
+    harmony = Asked(FedHarmony.Config(quality_min_examples=least, blocks=False), TASK)
+    state = state_after(harmony, [reply(k, 20, matrix(0.1 * k, 0, 0)) for k in range(3)])
+    sent = harmony.broadcast(state, 3, [0, 1, 2])
+    replies = [reply(k, n, matrix(0.2, 0.1 * k, 0)) for k, n in enumerate((50, 10, 9))]
+    harmony.aggregate(state, 3, sent, iter(replies))
+    assert asked == [[False] * 3, reliable]  # round 0 has no teacher
 
 
 # -- a table with a limit -------------------------------------------------------------------------
@@ -476,7 +588,7 @@ def drawn_reply(client: int, round: int) -> Reply:
     scores[:, client % 4 : client % 4 + 1] *= 1e-5  # clients 3, 7, ... show all labels
     moments = corr.score_moments(scores)
     upper = corr.pack_upper(corr.correlation(moments)).float()
-    part = {"upper": upper, "marginal": moments.first.float()}
+    part = {"upper": upper, "marginal": moments.marginal.float()}
     groups = {PARAMS: {"w": torch.tensor([1.0])}, BUFFERS: {}, CORRELATION: part}
     return Reply(client, 4 + client % 5 * 20, Record(groups))
 
@@ -513,11 +625,13 @@ def test_a_full_table_teaches_the_same_while_nobody_returns(operator: Any, decay
     assert everything.get(TABLE)["client"].tolist() == list(range(16))
     assert state.get(TABLE)["client"].tolist() == [12, 13, 14, 15]
     for round in (6, 9):
-        expected, found = whole.consensus(everything, round), small.consensus(state, round)
-        pairs = [(expected.full(), found.full()), (expected.without(13), found.without(1))]
-        for theirs, ours in pairs:
-            torch.testing.assert_close(ours[0], theirs[0], rtol=0, atol=1e-9)
-            assert torch.equal(ours[1], theirs[1])
+        expected, found = (
+            harmony.table(remembered).teachers([13, 99], round)[1]  # one that was heard, one not
+            for harmony, remembered in ((whole, everything), (small, state))
+        )
+        for theirs, ours in zip(expected, found, strict=True):
+            torch.testing.assert_close(ours.matrix, theirs.matrix, rtol=0, atol=1e-9)
+            assert torch.equal(ours.known, theirs.known)
     shown, other = small.artifacts(state), whole.artifacts(everything)
     torch.testing.assert_close(shown["consensus"], other["consensus"], rtol=0, atol=1e-6)
 
@@ -545,7 +659,7 @@ def test_what_is_folded_by_hand() -> None:
         sent = harmony.broadcast(state, round, [client])
         answer = reply(client, 20, matrix(value, 0, 0))
         state = harmony.aggregate(state, round, sent, iter([answer])).state
-        seen.append(harmony.consensus(state, round + 1).full()[0][0, 1].item())
+        seen.append(harmony.table(state).consensus(round + 1).matrix[0, 1].item())
     assert seen == pytest.approx([0.8, (0.4 + 0.4) / 1.5, 0.6 / 1.75, -0.16], abs=1e-6)
     folded = state.get(FOLDED)
     assert folded["sum"][1].item() == pytest.approx(0.2, abs=1e-7)
@@ -610,7 +724,7 @@ def test_a_cold_start_asks_everyone_in_parts(memory: Any) -> None:
         first = harmony.stages(0)[0]
         replies = iter([drawn_reply(k, 0) for k in range(13)])
         state = first.aggregate(start, 0, first.broadcast(start, 0, range(13)), replies).state
-        found[capacity] = harmony.consensus(state, 0).full()[0], len(state.get(TABLE)["client"])
+        found[capacity] = harmony.table(state).consensus(0)[0], len(state.get(TABLE)["client"])
     torch.testing.assert_close(found[4][0], found[99][0], rtol=0, atol=1e-12)
     assert found[4][1] == (4 if memory == "all_seen" else 13)
 
@@ -627,7 +741,7 @@ def test_state_is_bounded_and_survives_a_checkpoint(operator: Any) -> None:
     saved = from_bytes(to_bytes(after_rounds(harmony, cohorts[:11])))
     assert same_bits(after_rounds(harmony, cohorts[11:], saved, first=11), whole)
     assert (FOLDED in whole.groups) == (operator != "median")
-    matrix, known = harmony.consensus(whole, 30).full()
+    matrix, known = harmony.table(whole).consensus(30)
     assert known.any()
     assert torch.isfinite(matrix).all()
 
@@ -779,40 +893,6 @@ def test_sweep_looks_at_known_labels_only(normaliser: Any) -> None:
     torch.testing.assert_close(found["marginal"], marginal.float())
 
 
-def test_support_of_a_label_follows_the_images_that_know_it() -> None:
-    """p̂ = 0.3 counts from 0.5 / n_c on: n_c = 2 gives 0.25, n_c = 1 gives 0.5, n_c = 0 never."""
-    table = {
-        "upper": torch.zeros(1, 6),
-        "marginal": torch.full((1, 3), 0.3),
-        "known": torch.tensor([[2.0, 1, 0, 1, 0, 0]]) / 50,
-        "examples": torch.tensor([50]),
-        "round": torch.tensor([0]),
-    }
-    uploads = method(UNKNOWN)._uploads(table, 1)
-    assert uploads.supports is not None
-    assert uploads.supports.tolist() == [[True, False, False]]
-    assert isinstance(uploads.examples, Tensor)
-    assert uploads.examples.tolist() == [[2, 1, 0, 1, 0, 0]]
-
-
-def test_support_floor_is_half_an_image() -> None:
-    """Of n = 10 images a label counts from p̂ = 1/(2n) = 0.05 on, not from 1/n = 0.1."""
-    table = {
-        "upper": torch.zeros(1, 6),
-        "marginal": torch.tensor([[0.049, 0.051, 0.099]]),
-        "examples": torch.tensor([10]),
-        "round": torch.tensor([0]),
-    }
-    uploads = method()._uploads(table, 1)
-    assert uploads.supports is not None
-    assert uploads.supports.tolist() == [[False, True, True]]
-    table["examples"] = torch.tensor([10**6])  # then the setting: 1e-3
-    table["marginal"] = torch.tensor([[0.0009, 0.0011, 0.5]])
-    uploads = method()._uploads(table, 1)
-    assert uploads.supports is not None
-    assert uploads.supports.tolist() == [[False, True, True]]
-
-
 def unknown_loss(
     harmony: FedHarmony, logits: Tensor, known: Tensor | None, batches: int = 2
 ) -> tuple[Tensor, dict[str, Tensor]]:
@@ -893,7 +973,7 @@ def test_unknown_labels_stay_out_of_a_whole_run() -> None:
     for name in ("head.weight", "head.bias"):
         assert torch.equal(before[name][4:], after[name][4:])
         assert not torch.equal(before[name][:4], after[name][:4])
-    matrix, told = runs[0].method.consensus(states[0], 3).full()
+    matrix, told = runs[0].method.table(states[0]).consensus(3)
     assert not told[4:].any()
     assert not matrix[4:].any()
     assert told[0, 2]
@@ -917,7 +997,7 @@ def test_label_cold_start_counts_known_labels_only() -> None:
     sent = stage.broadcast(toy.initial(), 0, range(20))
     replies = iter(toy.transport.exchange(stage, 0, sent))
     state = stage.aggregate(toy.initial(), 0, sent, replies).state
-    matrix, told = toy.method.consensus(state, 0).full()
+    matrix, told = toy.method.table(state).consensus(0)
     truth, _ = corr.label_correlation(data.labels)
     off = told & ~torch.eye(CLASSES, dtype=torch.bool)
     assert off.sum() == CLASSES * (CLASSES - 1)
@@ -946,9 +1026,9 @@ def test_misfit_of_known_pairs_only() -> None:
         told = {**answer.record.get(CORRELATION), "known": torch.tensor(images) / 9}
         replies.append(replace(answer, record=Record({CORRELATION: told})))
     sent = {k: Record({TEACHER: teacher}) for k in range(3)}
-    found = harmony._misfits(replies, sent)
-    assert found[:2] == pytest.approx([0.09, (0.09 + 0.16 + 0.16) / 3])
-    assert found[2] is None
+    found = harmony.misfits(replies, sent)
+    assert found.values.tolist() == pytest.approx([0.09, (0.09 + 0.16 + 0.16) / 3, 0])
+    assert found.compared.tolist() == [True, True, False]
 
 
 @pytest.mark.parametrize("operator", ["mean", "size", "support"])
@@ -968,7 +1048,7 @@ def test_full_table_of_unknown_labels_folds(operator: Any) -> None:
             toy.initial(), 0, sent, iter(toy.transport.exchange(stage, 0, sent))
         ).state
         assert bool(state.get(FOLDED)) == (capacity == 2)
-        found[-1] = toy.method.consensus(from_bytes(to_bytes(state)), 0).full()
+        found[-1] = toy.method.table(from_bytes(to_bytes(state))).consensus(0)
     torch.testing.assert_close(found[0][0], found[1][0], rtol=0, atol=1e-9)
     assert torch.equal(found[0][1], found[1][1])
 
@@ -977,22 +1057,22 @@ def test_unknown_labels_take_room_in_the_table() -> None:
     assert method().capacity == 2 * method(UNKNOWN).capacity
 
 
-def test_the_loss_knows_how_much_of_a_batch_is_there() -> None:
+@pytest.mark.parametrize("many", [10**9, 1])
+def test_the_loss_knows_how_much_of_a_batch_is_there(
+    many: int, monkeypatch: pytest.MonkeyPatch
+) -> None:
     """Five images, B = 4: batches of four and of one leave the moments of all five images."""
-    for many in (10**9, 1):
-        harmony = method()
-        harmony._by_hand = many == 1
-        logits, batch, message, _ = loss_inputs(harmony)
-        view = ClientView(5, torch.tensor([3, 2, 0]))
-        carry = harmony.carry(view, Record(message))
-        other = -logits.detach()
-        scores = torch.cat([logits.detach(), other[:1]]).sigmoid()
-        for z, rows in ((logits, 4), (other, 1)):
-            real = (torch.arange(4) < rows).float()
-            batch = Batch(batch.labels, real, real[:, None].expand(4, 3))
-            _, carry = harmony.loss(z, batch, message, carry)
-        first = carry["first"] if harmony._by_hand else carry["moments"][0]
-        torch.testing.assert_close(first.double(), scores.mean(0), rtol=0, atol=1e-6)
+    monkeypatch.setattr(alignment, "MANY_LABELS", many)
+    harmony = method()
+    logits, batch, message, _ = loss_inputs(harmony)
+    carry = harmony.carry(ClientView(5, torch.tensor([3, 2, 0])), Record(message))
+    other = -logits.detach()
+    scores = torch.cat([logits.detach(), other[:1]]).sigmoid()
+    for z, rows in ((logits, 4), (other, 1)):
+        real = (torch.arange(4) < rows).float()
+        batch = Batch(batch.labels, real, real[:, None].expand(4, 3))
+        _, carry = harmony.loss(z, batch, message, carry)
+    torch.testing.assert_close(carry["moments"][0].double(), scores.mean(0), rtol=0, atol=1e-6)
 
 
 @pytest.mark.parametrize("settings", [{"cold_start": "labels"}, {"teacher": "this_round"}])
@@ -1005,5 +1085,5 @@ def test_what_is_asked_before_training_is_as_old_as_the_round_before(settings: A
     state = stage.aggregate(toy.initial(), 0, sent, replies).state
     table = state.get(TABLE)
     assert table["round"].tolist() == [-1] * 5
-    ages = [toy.method._uploads(table, round).ages for round in (0, 1, 2)]
-    assert [age.tolist() for age in ages if isinstance(age, Tensor)] == [[0] * 5, [1] * 5, [2] * 5]
+    ages = [toy.method.table(state).age(table["round"], round).tolist() for round in (0, 1, 2)]
+    assert ages == [[0] * 5, [1] * 5, [2] * 5]

@@ -7,11 +7,11 @@ clients by data size first and, later, by how well their correlation fits that a
 
 ====================================================  ============================
 Eq. (1), (2)  p̂, R_k from scores on the local data    ``sweep``
-Eq. (3)       R*_k = A({R_j}, j ≠ k)                  ``consensus``, ``broadcast``
+Eq. (3)       R*_k = A({R_j}, j ≠ k)                  ``table``, ``broadcast``
 Algorithm 1   label clusters S_g                      ``clusters``
-Eq. (4), (8)  BCE + λ Σ_g Ψ(R_k[S_g], R*_k[S_g])      ``loss``
-Eq. (9)       s_k = Σ_g Ψ(...), q_k = exp(−γ s_k)     ``aggregate``
-Eq. (10)      ω_k = α_t n̄_k + (1 − α_t) q̄_k           ``aggregate``
+Eq. (4), (8)  BCE + λ Σ_g Ψ(R_k[S_g], R*_k[S_g])      ``pairs``, ``loss``
+Eq. (9)       s_k = Σ_g Ψ(...), q_k = exp(−γ s_k)     ``misfits``, ``qualities``
+Eq. (10)      ω_k = α_t n̄_k + (1 − α_t) q̄_k           ``alpha``, ``aggregate``
 ====================================================  ============================
 
 The paper leaves many points open (the operator A, the distance Ψ, λ, γ, T_0, G, when R_k is
@@ -23,7 +23,10 @@ the models of one cohort are held, by reference, until the last reply; at α_t =
 
 The server's part stays where the model is: teachers of a cohort, misfits and sums are one batched
 computation each, labels are clustered once per round. Memory is bounded by the cohort and by
-``table_mb``, whatever the number of clients: see :meth:`FedHarmony._remember`.
+``table_mb``, whatever the number of clients: see
+:class:`~fedharmony.consensus.CorrelationTable`. Variants of the correlation belong into
+:class:`~fedharmony.correlation.Correlation`, variants of what is compared into
+:meth:`FedHarmony.pairs`.
 """
 
 from __future__ import annotations
@@ -31,23 +34,25 @@ from __future__ import annotations
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from itertools import islice
-from typing import Annotated, Any, ClassVar, Literal, get_args
+from typing import Annotated, Any, ClassVar, Literal, NamedTuple
 
 import torch
 from annotated_types import Ge, Gt, Le, Lt
 from torch import Tensor
 
-from fedharmony import correlation as corr
 from fedharmony.aggregate import ModelMean
+from fedharmony.alignment import Alignment
 from fedharmony.clusters import cluster_agreement, default_groups, spectral_clusters
 from fedharmony.config import machine_memory
-from fedharmony.consensus import (
-    Consensus,
-    ConsensusSums,
-    EntryOperator,
-    Uploads,
-    WeightedOperator,
-    consolidate,
+from fedharmony.consensus import BY_ENTRY, CORRELATION, CorrelationTable, Operator
+from fedharmony.correlation import (
+    Correlation,
+    Triangle,
+    discrepancy,
+    mean_moments,
+    numbers_at_once,
+    pack_upper,
+    pair_mask,
 )
 from fedharmony.errors import ConfigError
 from fedharmony.losses import Batch, task_loss
@@ -65,21 +70,26 @@ from fedharmony.methods.base import (
 from fedharmony.rng import derived_seed
 from fedharmony.types import Form, Record, Reply, Tensors
 
-CORRELATION = "correlation"  # reply: R_k (upper triangle) and p̂_k
 TEACHER = "teacher"  # message: R*_k, which entries are known, clusters, λ_t
-TABLE = "table"  # state: the last (R_j, p̂_j, n_j, t_j) of the clients heard
-FOLDED = "folded"  # state: running sums of what no longer fits into the table
 CLUSTERS = "clusters"  # state: the clusters of the last round
 
 #: Up to here labels are clustered every round.
 CLUSTERED_OFTEN = 512
-#: From here on C × C numbers are what the alignment loss costs; its gradient is then formed by
-#: hand, where there is a formula for it.
-MANY_LABELS = 128
-
-
 #: Memory per pair of labels, measured with two clients: matrices of clients, teacher and clusters.
 PAIR_BYTES = 100
+
+
+class Misfits(NamedTuple):
+    """How far clients are from their teachers.
+
+    Attributes:
+        values: s_k, float64 (m,).
+        compared: (m,), False for a client that shares no pair of labels with its teacher: nothing
+            to compare is not a perfect fit.
+    """
+
+    values: Tensor
+    compared: Tensor
 
 
 @methods.register("fedharmony")
@@ -218,40 +228,35 @@ class FedHarmony(Method):
                 f"{needed / 1e9:.0f} GB, more than a quarter of this machine's memory. Use fewer "
                 "labels, or another method."
             )
-        entry_operators = get_args(EntryOperator)
-        if task.unknown_labels and config.consensus not in entry_operators:
+        if task.unknown_labels and config.consensus not in BY_ENTRY:
             raise ConfigError(
                 f"methods.fedharmony.consensus = {config.consensus!r} cannot leave out what a "
                 "client does not know, and some labels of the training images are unknown. Use "
-                f"one of {', '.join(entry_operators)}."
+                f"one of {', '.join(BY_ENTRY)}."
             )
         self.horizon = task.rounds / 2 if config.horizon is None else config.horizon
-        self.options: dict[str, Any] = {
-            "normaliser": config.normaliser,
-            "eps": config.epsilon,
-            "clamp": config.clamp,
-        }
-        self._loss_options = {**self.options, "denominator_grad": config.denominator_grad}
-        self.operator_options: dict[str, Any] = {
-            "operator": config.consensus,
-            "kappa": config.kappa,
-            "min_examples": config.min_examples,
-            "decay": config.staleness_decay,
-            "eps": config.epsilon,
-            "clamp": config.clamp,
-        }
-        self._by_hand = (
-            task.classes >= MANY_LABELS
-            and config.estimator == "running"
-            and config.normaliser == "phi"
-            and config.distance == "squared_frobenius"
-            and not task.unknown_labels
-        )
         self.cluster_every = config.cluster_every or (1 if task.classes < CLUSTERED_OFTEN else 5)
-        # Matrices of moments one below the other: see Moments and PairMoments.
-        self._squares = config.normaliser == "pearson"
-        known = (4 if self._squares else 3) * task.classes
-        self._height = known if task.unknown_labels else task.classes + 1
+        self.correlation = Correlation(
+            task.classes,
+            task.unknown_labels,
+            config.normaliser,
+            config.epsilon,
+            config.clamp,
+            config.denominator_grad,
+        )
+        self.align = Alignment(
+            self.correlation, config.estimator, config.window, config.distance, config.reduction
+        )
+        self.operator = Operator(
+            config.consensus,
+            config.kappa,
+            config.min_examples,
+            config.min_support,
+            config.staleness_decay,
+            config.trim,
+            config.epsilon,
+            config.clamp,
+        )
         self.triangle = task.classes * (task.classes + 1) // 2
         #: Clients whose matrices (float32, and what each entry stands on) fit into the table.
         numbers = self.triangle * (2 if task.unknown_labels else 1)
@@ -264,43 +269,32 @@ class FedHarmony(Method):
 
         Where labels are unknown, with the share of the images that each entry stands on.
         """
-        classes, unknown = self.task.classes, self.task.unknown_labels
+        kind = self.correlation
 
         def start(params: Mapping[str, Tensor]) -> Tensors:
             device = next((tensor.device for tensor in params.values()), None)
             zero = torch.zeros((), dtype=torch.float64, device=device)
-            # One number, seen many times: memory is first needed for the stack of clients.
-            return {"rows": zero, "sums": zero.expand(self._height, classes)}
+            # A view of one number: memory is first needed for the stack of clients.
+            return {"images": zero, "sums": zero.expand(kind.rows, kind.classes)}
 
         def fold(carry: Tensors, values: Tensor, batch: Batch) -> Tensors:
-            scores = (values.sigmoid() if reads == "outputs" else values).double()
-            rows = batch.rows.sum(-1)
-            if (known := self._known(batch)) is not None:
-                sums = corr.pair_sums(scores, known, squares=self._squares)
-            else:
-                scores = scores * batch.rows.unsqueeze(-1)
-                joint = scores.mT @ scores
-                sums = torch.cat([scores.sum(-2, keepdim=True), joint], dim=-2)
-            return {"rows": carry["rows"] + rows, "sums": carry["sums"] + sums}
+            scores = kind.scores(values) if reads == "outputs" else values
+            images = carry["images"] + batch.rows.sum(-1)
+            return {"images": images, "sums": carry["sums"] + kind.sums(scores.double(), batch)}
 
         def finish(carry: Tensors, params: Mapping[str, Tensor]) -> Tensors:
-            means = carry["sums"] / carry["rows"].clamp(min=1.0)
-            told: Tensors = {}
-            if unknown:
-                pairs = corr.PairMoments(means)
-                matrix, marginal = corr.pair_correlation(pairs, **self.options)[0], pairs.marginal
-                told = {"known": corr.pack_upper(pairs.known).float()}
-            else:
-                moments = corr.Moments(means)
-                matrix, marginal = corr.correlation(moments, **self.options), moments.first
-            upper = corr.pack_upper(matrix).float().clamp(-1, 1)  # beyond by rounding at most
-            return {"upper": upper, "marginal": marginal.float(), **told}
+            moments = mean_moments(carry["sums"], carry["images"])
+            upper = pack_upper(kind.matrix(moments)).float().clamp(-1, 1)  # beyond by rounding only
+            told = {"upper": upper, "marginal": moments.marginal.float()}
+            if moments.known is not None:
+                told["known"] = pack_upper(moments.known).float()
+            return told
 
         forms = {
             "upper": Form((self.triangle,), low=-1, high=1),
-            "marginal": Form((classes,), low=0, high=1),
+            "marginal": Form((kind.classes,), low=0, high=1),
         }
-        if unknown:
+        if kind.unknown_labels:
             forms["known"] = Form((self.triangle,), low=0, high=1)
         during = self.config.measured == "during"
         return Sweep(
@@ -322,38 +316,27 @@ class FedHarmony(Method):
         def collect(
             state: Record, round: int, sent: Mapping[int, Record], replies: Iterator[Reply]
         ) -> Outcome:
+            table = self.table(state)
             # A cohort as a whole; all clients in parts that fit into a table with a limit.
-            limited = everyone and self.config.memory == "all_seen"
-            while part := list(islice(replies, self.capacity if limited else None)):
-                state = self._remember(state, round - 1, part)
-            return Outcome(state)
+            size = self.capacity if everyone and not table.last_only else None
+            while part := list(islice(replies, size)):
+                table.add(part, round - 1)
+            return Outcome(state.replace(table.state_dict()))
 
         return Stage("correlate", super().broadcast, collect, False, sweep, everyone)
 
     # -- Eq. (3), Algorithm 1: what the others agree on --------------------------------------------
 
-    def consensus(self, state: Record, round: int) -> Consensus:
-        """The operator A over all that is remembered, ready to leave clients out in O(C²) each."""
-        folded = state.get(FOLDED)
-        return consolidate(
-            **self._uploads(state.get(TABLE), round)._asdict(),
-            folded=folded,
-            folded_age=(round - 1 - folded["round"]).clamp(min=0) if folded else 0,
-            trim=self.config.trim,
-            **self.operator_options,
+    def table(self, state: Record) -> CorrelationTable:
+        """The matrices that the server remembers, and the operator A."""
+        table = CorrelationTable(
+            self.task.classes,
+            self.operator,
+            capacity=self.capacity,
+            last_only=self.config.memory == "last_cohort",
+            unknown_labels=self.task.unknown_labels,
         )
-
-    def _uploads(self, table: Mapping[str, Tensor], round: int) -> Uploads:
-        """Rows of the table as round ``round`` sees them."""
-        examples, marginals = table["examples"], table["marginal"]
-        told = examples.unsqueeze(-1)
-        if self.task.unknown_labels:
-            examples = (told * table["known"]).round()
-            told = corr.Triangle(self.task.classes, examples.device).diagonal(examples)
-        # Nothing is at least half of one image of none: 0.5 / 0 is infinite.
-        supports = marginals >= (0.5 / told).clamp(min=self.config.min_support)
-        ages = (round - 1 - table["round"]).clamp(min=0)
-        return Uploads(table["upper"], examples, supports, marginals, ages)
+        return table.load(state.groups)
 
     def clusters(self, matrix: Tensor, round: int) -> Tensor:
         """Algorithm 1 on a consensus matrix (unknown entries are 0)."""
@@ -362,28 +345,20 @@ class FedHarmony(Method):
 
     def broadcast(self, state: Record, round: int, clients: Sequence[int]) -> Mapping[int, Record]:
         """θ for everybody; R*_k, its known entries, the clusters and λ_t for each."""
-        messages = super().broadcast(state, round, clients)
-        table = state.get(TABLE)
-        if not table or (len(table["client"]) < 2 and not state.get(FOLDED)):
+        messages, table = super().broadcast(state, round, clients), self.table(state)
+        if not table.teaches:
             return messages
-        consensus = self.consensus(state, round)
-        common, known = consensus.full()
-        kept = state.get(CLUSTERS).get("ids")
-        if kept is None or round % self.cluster_every == 0:
-            kept = self.clusters(common, round)
-        weight = torch.full((), self.align_weight(round), device=common.device)
-        rows = _rows(table["client"], clients)
         # Clusters of a client's own are found from its matrix before it is rounded.
         dtype = torch.float64 if self.config.client_clusters else torch.float32
-        left_out = zip(
-            *consensus.without_each([row for row in rows if row >= 0], dtype), strict=True
-        )
-        everyone = common.to(dtype), known
+        common, teachers = table.teachers(clients, round, dtype)
+        kept = state.get(CLUSTERS).get("ids")
+        if kept is None or round % self.cluster_every == 0:
+            kept = self.clusters(common.matrix, round)
+        weight = torch.full((), self.align_weight(round), device=kept.device)
         personal = {}
-        for client, row in zip(clients, rows, strict=True):
-            matrix, seen = next(left_out) if row >= 0 else everyone
+        for client, (matrix, known) in zip(clients, teachers, strict=True):
             ids = self.clusters(matrix, round) if self.config.client_clusters else kept
-            teacher = {"matrix": matrix.float(), "known": seen, "clusters": ids, "weight": weight}
+            teacher = {"matrix": matrix.float(), "known": known, "clusters": ids, "weight": weight}
             personal[client] = messages[client].replace({TEACHER: teacher})
         return personal
 
@@ -398,33 +373,25 @@ class FedHarmony(Method):
 
     # -- Eq. (4), (8): the client's loss -----------------------------------------------------------
 
-    def carry(self, view: ClientView, message: Record) -> Tensors:
-        """Empty running moments, their rate, and the pairs of labels this client aligns."""
-        return {name: tensor[0] for name, tensor in self.carries([view], [message]).items()}
+    def pairs(self, clusters: Tensor, known: Tensor) -> Tensor:
+        """Which entries of R_k and R*_k are compared, (..., C, C): ∪_g S_g × S_g where known.
 
-    def carries(self, views: Sequence[ClientView], messages: Sequence[Record]) -> Tensors:
-        """The same of all clients of a stack at once."""
-        if not self._aligns(messages[0].groups):
+        Args:
+            clusters: Cluster of each label, (..., C).
+            known: Entries that the teacher, and whoever else is asked, knows, (..., C, C).
+        """
+        return pair_mask(clusters, known, diagonal=self.config.diagonal)
+
+    def carry(self, view: ClientView, message: Record) -> Tensors:
+        """The pairs of labels this client aligns, and running moments before the first batch."""
+        if not self._aligns(message.groups):
             return {}
-        teachers = [message.groups[TEACHER] for message in messages]
-        clusters, known = (
-            torch.stack([teacher[name] for teacher in teachers]) for name in ("clusters", "known")
-        )
-        pairs = corr.pair_mask(clusters, known, diagonal=self.config.diagonal)
+        teacher = message.get(TEACHER)
+        pairs = self.pairs(teacher["clusters"], teacher["known"])
         if self.config.align_unseen == "mask":
-            seen = torch.stack([view.positives > 0 for view in views])
+            seen = view.positives > 0
             pairs = pairs & seen.unsqueeze(-1) & seen.unsqueeze(-2)
-        device, classes, leading = pairs.device, self.task.classes, (len(views),)
-        spans = [max(1.0, min(view.examples, self.config.window)) for view in views]
-        carry = {"pairs": pairs, "span": torch.tensor(spans, dtype=torch.float32, device=device)}
-        if self._by_hand:
-            found = pairs.sum((-2, -1)).clamp_min(1).float()
-            count = found if self.config.reduction == "mean" else torch.ones_like(found)
-            apart = corr.MomentsApart.empty(classes, leading=leading, device=device)
-            return {**carry, "count": count, **apart._asdict()}
-        moments = torch.zeros(*leading, self._height, classes, device=device)
-        started = torch.zeros(leading, dtype=torch.bool, device=device)
-        return {**carry, "moments": moments, "started": started}
+        return self.align.start(pairs, torch.tensor(view.examples, device=pairs.device))
 
     def _aligns(self, message: Groups) -> bool:
         return TEACHER in message and self.config.align and self.config.align_weight > 0
@@ -437,123 +404,104 @@ class FedHarmony(Method):
         fit = task_loss(self.task.loss, outputs, batch)
         if not self._aligns(message):
             return fit, carry
-        teacher, scores = message[TEACHER], outputs.sigmoid()
-        rate = corr.update_rate(batch.rows.sum(-1), carry["span"])
-        if self._by_hand:
-            misfit, apart = corr.running_discrepancy(
-                scores,
-                batch.rows,
-                corr.MomentsApart(carry["first"], carry["second"], carry["started"]),
-                rate,
-                teacher["matrix"],
-                carry["pairs"],
-                carry["count"],
-                eps=self.config.epsilon,
-                clamp=self.config.clamp,
-                denominator_grad=self.config.denominator_grad,
-            )
-            return fit + teacher["weight"] * misfit, {**carry, **apart._asdict()}
-        if (known := self._known(batch)) is not None:
-            found = corr.pair_moments(scores, known, batch.rows, squares=self._squares)
-            estimate, carry = self._estimate(found, rate, carry)
-            local, told = corr.pair_correlation(estimate, **self._loss_options)
-            pairs = carry["pairs"] & told
-        else:
-            moments, carry = self._estimate(corr.score_moments(scores, batch.rows), rate, carry)
-            local, pairs = corr.correlation(moments, **self._loss_options), carry["pairs"]
-        misfit = self.discrepancy(local, teacher["matrix"], pairs)
+        teacher, scores = message[TEACHER], self.correlation.scores(outputs)
+        misfit, carry = self.align(scores, batch, teacher["matrix"], carry)
         return fit + teacher["weight"] * misfit, carry
 
-    def _estimate(
-        self, moments: corr.AnyMoments, rate: Tensor, carry: Tensors
-    ) -> tuple[corr.AnyMoments, Tensors]:
-        """The moments R̃ is made of: those of the batch, or running ones."""
-        if self.config.estimator == "batch":
-            return moments, carry
-        before = corr.RunningMoments(type(moments)(carry["moments"]), carry["started"])
-        moments, after = corr.running_step(before, moments, rate)
-        return moments, {**carry, "moments": after.moments.values, "started": after.started}
-
-    def _known(self, batch: Batch) -> Tensor | None:
-        """Which labels of a batch are known, None if all are: as the task said."""
-        known = batch.known if isinstance(batch.known, Tensor) else None
-        assert (known is not None) == self.task.unknown_labels, "not the data of the task"
-        return known
-
-    def discrepancy(self, matrix: Tensor, teacher: Tensor, pairs: Tensor) -> Tensor:
-        """Ψ over the included pairs of labels."""
-        return corr.discrepancy(
-            matrix, teacher, pairs, kind=self.config.distance, reduction=self.config.reduction
-        )
-
     # -- Eq. (9), (10): aggregation by size and quality --------------------------------------------
+
+    def misfits(self, replies: Sequence[Reply], sent: Mapping[int, Record]) -> Misfits:
+        """Eq. (9): s_k, each uploaded R_k against the teacher that was sent to its client."""
+        teachers = [sent[reply.client].get(TEACHER) for reply in replies]
+        if not all(teachers):
+            nothing = torch.zeros(len(replies), dtype=torch.float64)
+            return Misfits(nothing, nothing > 0)
+        uploads = [reply.record.get(CORRELATION) for reply in replies]
+        device, classes = uploads[0]["upper"].device, self.task.classes
+        triangle, found = Triangle(classes, device), []
+        step = max(1, numbers_at_once(device) // classes**2)
+        for start in range(0, len(replies), step):
+            part = slice(start, start + step)
+            told, taught = _stack(uploads[part]), _stack(teachers[part])
+            known = taught["known"]
+            if self.task.unknown_labels:
+                known = known & triangle.square(told["known"] > 0)
+            pairs = self.pairs(taught["clusters"], known)
+            local, teacher = triangle.square(told["upper"]).double(), taught["matrix"].double()
+            distance, reduction = self.config.distance, self.config.reduction
+            s = discrepancy(local, teacher, pairs, kind=distance, reduction=reduction)
+            found.append(torch.stack([s, pairs.any(-1).any(-1).double()]))
+        values, compared = torch.cat(found, dim=-1).cpu()
+        return Misfits(values, compared > 0)
+
+    def qualities(self, misfits: Tensor, reliable: Tensor) -> Tensor:
+        """q_k = exp(−γ s_k) up to a common factor, float64 (m,).
+
+        γ "adaptive" is 1 / (population) standard deviation of s, so that the scale of s does not
+        matter; where s does not vary (below 1e-12) all qualities are equal.
+
+        Deviation: a client that is not reliable is given the mean s of the others, and has no part
+        in the standard deviation. Of a few images R_k is close to 0, whatever was learnt.
+
+        Args:
+            misfits: s_k, (m,).
+            reliable: Whose s_k can be trusted, boolean (m,).
+
+        >>> task = Task(2, 2, rounds=1, batch_size=1, epochs=1, seed=0, width=1, lr=0.1)
+        >>> method = FedHarmony(FedHarmony.Config(), task)
+        >>> method.qualities(torch.tensor([1.0, 3.0]), torch.tensor([True, True]))  # e^-1 : e^-3
+        tensor([0.8808, 0.1192], dtype=torch.float64)
+        """
+        s = misfits.double()
+        if not reliable.any():
+            return torch.ones_like(s)
+        # Deviations from the mean: the same softmax, and 0 for a client that is not reliable.
+        excess = torch.where(reliable, s - s[reliable].mean(), 0)
+        gamma = self.config.temperature
+        if gamma == "adaptive":
+            deviation = float(s[reliable].std(correction=0))
+            gamma = 1 / deviation if deviation >= 1e-12 else 0.0
+        return torch.softmax(-gamma * excess, 0)
+
+    def alpha(self, round: int) -> float:
+        """α_t = max(0, 1 − t/T_0), t = 0, 1, …: the share of size in the weights."""
+        return max(0.0, 1.0 - round / self.horizon) if self.config.quality else 1.0
 
     def aggregate(
         self, state: Record, round: int, sent: Mapping[int, Record], replies: Iterator[Reply]
     ) -> Outcome:
         """``θ ← Σ_k ω_k θ_k`` with ``ω_k = α_t n̄_k + (1 − α_t) q̄_k``; then remember R_k."""
         taught = any(TEACHER in message.groups for message in sent.values())
-        alpha = corr.alpha_schedule(round, self.horizon) if self.config.quality and taught else 1.0
-        by_size, heard = ModelMean(), []
+        alpha = self.alpha(round) if taught else 1.0
+        model, heard = ModelMean(), []
         for reply in replies:
             if alpha == 1.0:
-                by_size.add(reply.record, self.weight(reply))
+                model.add(reply.record, self.weight(reply))
                 kept = Record({CORRELATION: reply.record.get(CORRELATION)})
                 reply = Reply(reply.client, reply.examples, kept)
             heard.append(reply)
         if not heard:
             return Outcome(state)
-        counts = torch.tensor([self.weight(reply) for reply in heard], dtype=torch.float64)
-        found = self._misfits(heard, sent)
-        # Nothing to compare is not a perfect fit: such a client counts as one without images.
-        trust = [0 if s is None else r.examples for s, r in zip(found, heard, strict=True)]
-        misfits = torch.tensor([s or 0.0 for s in found], dtype=torch.float64)
-        quality = corr.quality_weights(
-            misfits,
-            temperature=self.config.temperature,
-            examples=torch.tensor(trust),
-            min_examples=max(1, self.config.quality_min_examples),
-        )
-        weights = corr.aggregation_weights(counts, quality, alpha)
-        log = {"alpha": alpha, "effective_clients": float(corr.effective_clients(weights))}
+        misfits = self.misfits(heard, sent)
+        examples = torch.tensor([reply.examples for reply in heard])
+        enough = examples >= max(1, self.config.quality_min_examples)
+        n = torch.tensor([self.weight(reply) for reply in heard], dtype=torch.float64)
+        q = self.qualities(misfits.values, misfits.compared & enough)
+        omega = alpha * (n / n.sum()) + (1 - alpha) * (q / q.sum())
+        weights = dict(zip([reply.client for reply in heard], omega.tolist(), strict=True))
+        if alpha < 1.0:
+            for reply in heard:
+                model.add(reply.record, weights[reply.client])
+        table = self.table(state)
+        table.add(heard, round)
+        state = model.update(state).replace(table.state_dict())
+        log = {"alpha": alpha, "effective_clients": 1 / float(omega.square().sum())}
         if taught:
             log["align_weight"] = self.align_weight(round)
-        if compared := [s for s in found if s is not None]:
+        if compared := misfits.values[misfits.compared].tolist():
             log["discrepancy"] = sum(compared) / len(compared)
-        if alpha == 1.0:
-            state = by_size.update(state)
-        else:
-            blend = ModelMean()
-            for reply, weight in zip(heard, weights.tolist(), strict=True):
-                blend.add(reply.record, weight)
-            state = blend.update(state)
         state, agreement = self._keep_clusters(state, sent)
-        shares = dict(zip([reply.client for reply in heard], weights.tolist(), strict=True))
-        return Outcome(self._remember(state, round, heard), shares, {**log, **agreement})
-
-    def _misfits(self, replies: Sequence[Reply], sent: Mapping[int, Record]) -> list[float | None]:
-        """s_k: each uploaded R_k against the teacher sent to it, None if they share no pair."""
-        teachers = [sent[reply.client].get(TEACHER) for reply in replies]
-        if not all(teachers):
-            return [None] * len(replies)
-        uploads = [reply.record.get(CORRELATION)["upper"] for reply in replies]
-        triangle = corr.Triangle(self.task.classes, uploads[0].device)
-        step = max(1, corr.numbers_at_once(uploads[0].device) // self.task.classes**2)
-        found = []
-        for start in range(0, len(replies), step):
-            upper = torch.stack(uploads[start : start + step])
-            matrix, known, clusters = (
-                torch.stack([teacher[name] for teacher in teachers[start : start + step]])
-                for name in ("matrix", "known", "clusters")
-            )
-            if self.task.unknown_labels:
-                shares = [r.record.get(CORRELATION)["known"] for r in replies[start : start + step]]
-                known = known & triangle.square(torch.stack(shares) > 0)
-            pairs = corr.pair_mask(clusters, known, diagonal=self.config.diagonal)
-            local = triangle.square(upper).double()
-            misfits = self.discrepancy(local, matrix.double(), pairs)
-            found.append(torch.stack([misfits, pairs.any(-1).any(-1).double()], -1))
-        return [s if shared else None for s, shared in torch.cat(found).tolist()]
+        return Outcome(state, weights, {**log, **agreement})
 
     def _keep_clusters(
         self, state: Record, sent: Mapping[int, Record]
@@ -566,70 +514,16 @@ class FedHarmony(Method):
         log = {} if before is None else {"cluster_agreement": cluster_agreement(before, ids)}
         return state.replace({CLUSTERS: {"ids": ids}}), log
 
-    def _remember(self, state: Record, round: int, replies: Sequence[Reply]) -> Record:
-        """Put the replies' matrices into the table, over older entries of the same clients.
-
-        The table holds what ``table_mb`` allows and at least these replies. When it overflows, the
-        oldest entries are folded into running sums. As long as their clients do not return, the
-        consensus is that of a table without limit; of a client that returns, the folded entry
-        stays beside the new one and fades.
-        """
-        device = next(iter(replies[0].record.get(CORRELATION).values())).device
-        fresh = {
-            "client": torch.tensor([r.client for r in replies], device=device),
-            "examples": torch.tensor([r.examples for r in replies], device=device),
-            "round": torch.full((len(replies),), round, device=device),
-            **{
-                name: torch.stack([r.record.get(CORRELATION)[name] for r in replies])
-                for name in replies[0].record.get(CORRELATION)
-            },
-        }
-        table = state.get(TABLE)
-        if not table or self.config.memory == "last_cohort":
-            return state.replace({TABLE: fresh})
-        old = (~torch.isin(table["client"], fresh["client"])).nonzero().squeeze(1)
-        excess = len(old) + len(replies) - self.capacity
-        if excess > 0:
-            # The table is in client order and the sort is stable: by round, then client.
-            oldest = old[table["round"][old].argsort(stable=True)]
-            state = self._fold(state, {n: t[oldest[:excess]] for n, t in table.items()}, round)
-            old = oldest[excess:]
-        fresh = {name: torch.cat([table[name][old], new]) for name, new in fresh.items()}
-        order = torch.argsort(fresh["client"])
-        return state.replace({TABLE: {name: tensor[order] for name, tensor in fresh.items()}})
-
-    def _fold(self, state: Record, leaving: Mapping[str, Tensor], round: int) -> Record:
-        """Add rows that leave the table to the running sums, where the operator has such sums."""
-        if self.config.consensus not in get_args(WeightedOperator):
-            return state
-        device, folded = leaving["upper"].device, state.get(FOLDED)
-        sums = ConsensusSums(
-            self.task.classes,
-            device=device,
-            by_entry=self.task.unknown_labels,
-            **self.operator_options,
-        )
-        if folded:
-            sums.restore(folded, round - folded["round"])
-        sums.add(self._uploads(leaving, round + 1))
-        now = torch.full((), round, device=device)
-        return state.replace({FOLDED: {**sums.tensors(), "round": now}})
-
     def artifacts(self, state: Record) -> Tensors:
         """The consensus of all clients heard so far, and the label clusters."""
-        table = state.get(TABLE)
-        if not table:
+        table = self.table(state)
+        if not table.rows:
             return {}
-        matrix, known = self.consensus(state, int(table["round"].max()) + 1).full()
+        matrix, known = table.consensus(int(table.rows["round"].max()) + 1)
         ids = state.get(CLUSTERS).get("ids")
         ids = self.clusters(matrix, self.task.rounds) if ids is None else ids
         return {"consensus": matrix.float(), "consensus_known": known, "clusters": ids}
 
 
-def _rows(table: Tensor, clients: Sequence[int]) -> list[int]:
-    """Where each client stands in the table's list of clients, −1 for one that is not there."""
-    ids, order = table.sort()
-    wanted = torch.tensor(clients, device=table.device)
-    place = torch.searchsorted(ids, wanted).clamp(max=len(ids) - 1)
-    rows: list[int] = torch.where(ids[place] == wanted, order[place], -1).tolist()
-    return rows
+def _stack(clients: Sequence[Mapping[str, Tensor]]) -> Tensors:
+    return {name: torch.stack([client[name] for client in clients]) for name in clients[0]}

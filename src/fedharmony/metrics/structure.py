@@ -19,9 +19,9 @@ import torch
 from torch import Tensor
 
 from fedharmony.correlation import (
+    correlation,
     label_pairs,
-    pair_correlation,
-    pair_moments,
+    score_moments,
     soft_correlation,
 )
 from fedharmony.metrics.multilabel import Array, Doubles, checked_arrays
@@ -127,7 +127,7 @@ def _soft(scores: Tensor, known: npt.NDArray[np.bool_] | None) -> Tensor:
     """Soft correlations; with unknown labels, each entry over the images that know both."""
     if known is None:
         return soft_correlation(scores)
-    matrix, _ = pair_correlation(pair_moments(scores, torch.from_numpy(known)))
+    matrix = correlation(score_moments(scores, known=torch.from_numpy(known)))
     return (matrix + matrix.mT) / 2
 
 
