@@ -506,8 +506,6 @@ def test_misfits_in_parts_of_any_size(
 
 # -- α, q and ω ------------------------------------------------------------------------------------
 
-ALL = torch.ones(3, dtype=torch.bool)
-
 
 def test_alpha_falls_linearly_from_one() -> None:
     """T_0 is half of the ten rounds, or the setting."""
@@ -516,40 +514,87 @@ def test_alpha_falls_linearly_from_one() -> None:
     assert method(quality=False).alpha(9) == 1
 
 
+def omega(
+    s: Any, reliable: Any = None, n: Any = None, alpha: float = 0.0, **settings: Any
+) -> list[float]:
+    """ω of clients with misfits s; by default of quality alone, everybody reliable."""
+    misfits = torch.as_tensor(s, dtype=torch.float64)
+    trusted = torch.ones(len(misfits), dtype=torch.bool) if reliable is None else reliable
+    sizes = torch.ones(len(misfits)) if n is None else torch.tensor(n)
+    found = method(**settings).weights(sizes.double(), misfits, torch.as_tensor(trusted), alpha)
+    assert found.dtype == torch.float64
+    assert abs(found.sum().item() - 1) <= 1e-12
+    return found.tolist()  # type: ignore[no-any-return]
+
+
 def test_quality_by_hand() -> None:
     """With s = (1, 2, 4): mean 7/3, variance (16 + 1 + 25)/27 = 42/27, so γ = 0.801784."""
-    s = torch.tensor([1.0, 2.0, 4.0])
-    for settings, gamma in (({}, math.sqrt(27 / 42)), ({"temperature": 2.0}, 2.0)):
-        powers = [math.exp(-gamma * x) for x in s.tolist()]
-        q = method(**settings).qualities(s, ALL)
-        assert (q / q.sum()).tolist() == pytest.approx([p / sum(powers) for p in powers], abs=1e-15)
+    s = [1.0, 2.0, 4.0]
+    for temperature, gamma in (("adaptive", math.sqrt(27 / 42)), (2.0, 2.0)):
+        powers = [math.exp(-gamma * x) for x in s]
+        expected = [p / sum(powers) for p in powers]
+        assert omega(s, temperature=temperature) == pytest.approx(expected, abs=1e-15)
+        half = [(1 / 3 + q) / 2 for q in expected]
+        assert omega(s, alpha=0.5, temperature=temperature) == pytest.approx(half, abs=1e-15)
 
 
 def test_clients_that_are_not_reliable_get_the_mean_quality() -> None:
     """Reliable are s = 1 and 3, mean 2, deviation 1, so s − mean = −1, 1 and 0 for the third."""
-    q = method().qualities(torch.tensor([1.0, 3.0, 0.0]), torch.tensor([True, True, False]))
     powers = [math.e, 1 / math.e, 1.0]
-    assert (q / q.sum()).tolist() == pytest.approx([p / sum(powers) for p in powers], abs=1e-15)
-    assert len(set(method().qualities(torch.tensor([1.0, 3.0, 0.0]), ~ALL).tolist())) == 1
+    found = omega([1.0, 3.0, 0.0], [True, True, False], temperature="adaptive")
+    assert found == pytest.approx([p / sum(powers) for p in powers], abs=1e-15)
+    assert len(set(omega([1.0, 3.0, 0.0], [False] * 3))) == 1
 
 
-@pytest.mark.parametrize("temperature", ["adaptive", 5.0])
+@pytest.mark.parametrize("temperature", ["adaptive", "bounded", 5.0])
 def test_equal_misfits_give_equal_qualities(temperature: Any) -> None:
-    harmony = method(temperature=temperature)
-    assert harmony.qualities(torch.full((3,), 0.37), ALL).unique().numel() == 1
-    assert harmony.qualities(torch.tensor([0.3]), ALL[:1]).tolist() == [1.0]
-    rounding = torch.tensor([0.1, 0.1 + 1e-14, 0.1], dtype=torch.float64)
-    assert method().qualities(rounding, ALL).unique().numel() == 1
+    assert len(set(omega([0.37] * 3, temperature=temperature))) == 1
+    assert omega([0.3], temperature=temperature) == [1.0]
+    if temperature != 5.0:
+        assert len(set(omega([0.1, 0.1 + 1e-14, 0.1], temperature=temperature))) == 1
 
 
 @hypothesis.settings(deadline=None, max_examples=40, derandomize=True)
-@hypothesis.given(s=st.lists(st.floats(0, 1e3), min_size=1, max_size=20))
-def test_quality_falls_with_the_misfit(s: list[float]) -> None:
-    misfits = torch.tensor(s, dtype=torch.float64)
-    q = method().qualities(misfits, torch.ones(len(s), dtype=torch.bool))
-    assert q.dtype == torch.float64
-    assert abs(q.sum().item() - 1) <= 1e-12
-    assert (q[misfits.argsort()].diff() <= 1e-15).all()
+@hypothesis.given(
+    s=st.lists(st.floats(0, 1e3), min_size=1, max_size=20),
+    temperature=st.sampled_from(["adaptive", "bounded"]),
+)
+def test_quality_falls_with_the_misfit(s: list[float], temperature: Any) -> None:
+    weights = torch.tensor(omega(s, temperature=temperature), dtype=torch.float64)
+    assert (weights[torch.tensor(s).double().argsort()].diff() <= 1e-15).all()
+
+
+def test_bounded_quality_by_hand() -> None:
+    """Two clients of equal size with s = 0 and 1, α = 0, at least 0.9 · 2 = 1.8 effective clients.
+
+    ω = (½ + x, ½ − x) has 1/(½ + 2x²) effective clients: 1.8 at x² = (1/1.8 − ½)/2 = 1/36, so
+    x = 1/6 and ω = (⅔, ⅓). "adaptive" (γ = 2) would give (0.881, 0.119): 1.27 effective clients.
+    """
+    assert omega([0.0, 1.0], temperature="bounded") == pytest.approx([2 / 3, 1 / 3], abs=1e-8)
+    free = omega([0.0, 1.0], temperature="bounded", min_effective=0.5)
+    assert free == omega([0.0, 1.0], temperature="adaptive")
+    assert free[0] == pytest.approx(1 / (1 + math.exp(-2)))
+
+
+@hypothesis.settings(deadline=None, max_examples=40, derandomize=True)
+@hypothesis.given(
+    s=st.lists(st.floats(0, 10), min_size=2, max_size=12),
+    alpha=st.floats(0, 1),
+    least=st.floats(0.1, 1),
+    data=st.data(),
+)
+def test_bounded_quality_keeps_effective_clients(
+    s: list[float], alpha: float, least: float, data: st.DataObject
+) -> None:
+    """At least the stated share of those by size, and never sharper than "adaptive"."""
+    n = data.draw(st.lists(st.integers(1, 500), min_size=len(s), max_size=len(s)))
+    found = omega(s, n=n, alpha=alpha, temperature="bounded", min_effective=least)
+    by_size = [k / sum(n) for k in n]
+
+    def effective(weights: list[float]) -> float:
+        return 1 / sum(w * w for w in weights)
+
+    assert effective(found) >= least * effective(by_size) * (1 - 1e-9)
 
 
 @pytest.mark.parametrize(("least", "reliable"), [(10, [True, True, False]), (0, [True] * 3)])
@@ -558,9 +603,9 @@ def test_small_clients_are_not_reliable(least: int, reliable: list[bool]) -> Non
     asked: list[list[bool]] = []
 
     class Asked(FedHarmony):
-        def qualities(self, misfits: Tensor, reliable: Tensor) -> Tensor:
+        def weights(self, n: Tensor, misfits: Tensor, reliable: Tensor, alpha: float) -> Tensor:
             asked.append(reliable.tolist())
-            return super().qualities(misfits, reliable)
+            return super().weights(n, misfits, reliable, alpha)
 
     harmony = Asked(FedHarmony.Config(quality_min_examples=least, blocks=False), TASK)
     state = state_after(harmony, [reply(k, 20, matrix(0.1 * k, 0, 0)) for k in range(3)])
@@ -760,7 +805,7 @@ def test_pooled_pearson_is_refused() -> None:
 
 
 VARIANTS: list[Mapping[str, Any]] = [
-    *FedHarmony.presets.values(),
+    *({k: v for k, v in p.items() if k != "federation"} for p in FedHarmony.presets.values()),
     {"normaliser": "pearson"},
     {"estimator": "batch"},
     {"distance": "frobenius"},
@@ -773,6 +818,12 @@ VARIANTS: list[Mapping[str, Any]] = [
     {"cold_start": "labels"},
     {"client_clusters": True},
     {"temperature": 3.0},
+    {"temperature": "adaptive"},
+    {"align_unseen": "only"},
+    {"least_teacher": 0.05},
+    {"neutral": True},
+    {"softness": 4.0},
+    {"normaliser": "pearson", "shrinkage": 0.01},
 ]
 
 

@@ -157,6 +157,34 @@ class Alignment:
         return value / count + tangent, dict(carry)
 
 
+def neutral(outputs: Tensor, rows: Tensor) -> Tensor:
+    """The same outputs, whose gradients cannot make a label's scores bolder or more timid.
+
+    A gradient g that reaches them is passed on as ``g − g·1 1/‖1‖² − g·z̃ z̃/‖z̃‖²`` per label, with
+    z̃ the outputs less their mean over the batch: neither their level nor their spread moves, to
+    first order; their order does.
+
+    Args:
+        outputs: z, (..., B, C).
+        rows: (..., B), 1 for an image, 0 for padding.
+
+    >>> z = torch.tensor([[1.0], [2], [3]], requires_grad=True)
+    >>> torch.autograd.grad(neutral(z, torch.ones(3)).square().sum(), z)[0].abs().max() < 1e-6
+    tensor(True)
+    """
+    real, fixed = rows.unsqueeze(-1).to(outputs.dtype), outputs.detach()
+    count = real.sum(-2, keepdim=True).clamp_min(1)
+    centred = (fixed - (fixed * real).sum(-2, keepdim=True) / count) * real
+    length = centred.square().sum(-2, keepdim=True)
+    # A projection is its own transpose: what it does to a step, it does to a gradient.
+    step = (outputs - fixed) * real
+    level = real * step.sum(-2, keepdim=True) / count
+    along = (centred * step).sum(-2, keepdim=True) / length.clamp_min(
+        torch.finfo(length.dtype).tiny
+    )
+    return fixed + (step - level - centred * along)
+
+
 def running(carry: Mapping[str, Tensor], now: Tensor, rows: Tensor) -> Tensors:
     """The carry after a batch with the moments ``now`` (..., rows, C) of ``rows`` (..., B).
 

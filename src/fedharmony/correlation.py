@@ -165,6 +165,7 @@ def correlation(
     eps: float = EPS,
     clamp: float = CLAMP,
     denominator_grad: bool = True,
+    shrinkage: float = 0.0,
 ) -> Tensor:
     """The φ-style correlation matrix of Eq. (2).
 
@@ -183,6 +184,7 @@ def correlation(
         clamp: Deviation: p̂ is clamped to [clamp, 1 − clamp] in the denominator of ``"phi"`` (not
             in the numerator), else the gradient is unbounded for a label never predicted.
         denominator_grad: Whether gradients flow through the denominator.
+        shrinkage: Added to the variances of ``"pearson"``: what hardly varies correlates little.
 
     Returns:
         Symmetric matrices of shape (..., C, C), finite, with finite gradients; 0 for pairs of
@@ -196,13 +198,20 @@ def correlation(
     >>> round(correlation(score_moments(labels, known=known))[0, 1].item(), 4)  # of the first four
     0.5773
     """
-    covariance, denominator = quotient(moments, normaliser=normaliser, eps=eps, clamp=clamp)
+    covariance, denominator = quotient(
+        moments, normaliser=normaliser, eps=eps, clamp=clamp, shrinkage=shrinkage
+    )
     matrix = covariance / (denominator if denominator_grad else denominator.detach())
     return matrix if moments.known is None else torch.where(moments.known > 0, matrix, 0)
 
 
 def quotient(
-    moments: Moments, *, normaliser: Normaliser, eps: float, clamp: float
+    moments: Moments,
+    *,
+    normaliser: Normaliser,
+    eps: float,
+    clamp: float,
+    shrinkage: float = 0.0,
 ) -> tuple[Tensor, Tensor]:
     """Numerator and denominator of Eq. (2), (..., C, C) each; see :func:`correlation`."""
     _check_choice("normaliser", normaliser, get_args(Normaliser))
@@ -216,7 +225,7 @@ def quotient(
         variance = square - first.square()
         varies = variance > _ROUNDINGS * torch.finfo(square.dtype).eps * square
         # The inner `where` keeps the infinite slope of the root at 0 out of the gradient.
-        spread = torch.where(varies, variance, 1).sqrt()
+        spread = torch.where(varies, variance + shrinkage, 1).sqrt()
         covariance = torch.where(varies.mT & varies, covariance, 0)
     return covariance, spread.mT * spread + eps
 
@@ -246,6 +255,8 @@ class Correlation:
         eps: ε.
         clamp: of p̂ in the denominator.
         denominator_grad: whether gradients flow through the denominator.
+        shrinkage: added to the variances of "pearson".
+        softness: T of the scores σ(z / T) that are correlated; the larger, the nearer to logits.
     """
 
     classes: int
@@ -254,6 +265,8 @@ class Correlation:
     eps: float = EPS
     clamp: float = CLAMP
     denominator_grad: bool = True
+    shrinkage: float = 0.0
+    softness: float = 1.0
 
     @property
     def rows(self) -> int:
@@ -262,8 +275,8 @@ class Correlation:
         return matrices * self.classes if self.unknown_labels else self.classes + 1
 
     def scores(self, outputs: Tensor) -> Tensor:
-        """F, what is correlated: probabilities."""
-        return outputs.sigmoid()
+        """F, what is correlated: ``σ(z / T)``, probabilities for T = 1."""
+        return outputs.sigmoid() if self.softness == 1 else (outputs / self.softness).sigmoid()
 
     def sums(self, scores: Tensor, batch: Batch) -> Tensor:
         """Eq. (1) of a batch without 1/N, (..., rows, C)."""
@@ -277,7 +290,13 @@ class Correlation:
 
     def quotient(self, moments: Moments) -> tuple[Tensor, Tensor]:
         """Numerator and denominator of Eq. (2)."""
-        return quotient(moments, normaliser=self.normaliser, eps=self.eps, clamp=self.clamp)
+        return quotient(
+            moments,
+            normaliser=self.normaliser,
+            eps=self.eps,
+            clamp=self.clamp,
+            shrinkage=self.shrinkage,
+        )
 
     def matrix(self, moments: Moments) -> Tensor:
         """Eq. (2), (..., C, C)."""
@@ -287,6 +306,7 @@ class Correlation:
             eps=self.eps,
             clamp=self.clamp,
             denominator_grad=self.denominator_grad,
+            shrinkage=self.shrinkage,
         )
 
 

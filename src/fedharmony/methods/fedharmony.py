@@ -11,7 +11,7 @@ Eq. (3)       R*_k = A({R_j}, j ≠ k)                  ``table``, ``broadcast``
 Algorithm 1   label clusters S_g                      ``clusters``
 Eq. (4), (8)  BCE + λ Σ_g Ψ(R_k[S_g], R*_k[S_g])      ``pairs``, ``loss``
 Eq. (9)       s_k = Σ_g Ψ(...), q_k = exp(−γ s_k)     ``misfits``, ``qualities``
-Eq. (10)      ω_k = α_t n̄_k + (1 − α_t) q̄_k           ``alpha``, ``aggregate``
+Eq. (10)      ω_k = α_t n̄_k + (1 − α_t) q̄_k           ``alpha``, ``weights``
 ====================================================  ============================
 
 The paper leaves many points open (the operator A, the distance Ψ, λ, γ, T_0, G, when R_k is
@@ -41,7 +41,7 @@ from annotated_types import Ge, Gt, Le, Lt
 from torch import Tensor
 
 from fedharmony.aggregate import ModelMean
-from fedharmony.alignment import Alignment
+from fedharmony.alignment import Alignment, neutral
 from fedharmony.clusters import cluster_agreement, default_groups, spectral_clusters
 from fedharmony.config import machine_memory
 from fedharmony.consensus import BY_ENTRY, CORRELATION, CorrelationTable, Operator
@@ -75,6 +75,8 @@ CLUSTERS = "clusters"  # state: the clusters of the last round
 
 #: Up to here labels are clustered every round.
 CLUSTERED_OFTEN = 512
+#: Halvings of the interval in which a bounded temperature is looked for.
+BISECTIONS = 30
 #: Memory per pair of labels, measured with two clients: matrices of clients, teacher and clusters.
 PAIR_BYTES = 100
 
@@ -108,6 +110,11 @@ class FedHarmony(Method):
             warmup_rounds: λ grows linearly over this many rounds, from the first that has a teacher
                 (round 0 with ``cold_start`` "labels" or ``teacher`` "this_round", else round 1).
             normaliser: "phi" divides by Bernoulli variances as Eq. (2); "pearson" by Var(F).
+            shrinkage: added to the variances of "pearson", so that scores which hardly vary (of
+                labels that a client lacks) correlate little instead of at random.
+            softness: T: correlated are σ(z / T). The correlation of probabilities (1) rewards timid
+                scores; with a larger T and "pearson" it comes near to that of the logits, which
+                does not depend on how bold they are.
             epsilon: ε of Eq. (2).
             clamp: p is kept in [clamp, 1 − clamp] inside the denominator.
             denominator_grad: differentiate the denominator of Eq. (2).
@@ -117,7 +124,12 @@ class FedHarmony(Method):
             distance: Ψ.
             reduction: "mean" over the compared entries, or "sum" as printed.
             diagonal: compare R_cc too (it measures confidence, not correlation).
-            align_unseen: "include" labels without a local positive in the loss, or "mask" them.
+            align_unseen: "include" labels without a local positive in the loss, or "mask" them, or
+                align "only" pairs with such a label, of which a client knows nothing itself.
+            least_teacher: pairs are aligned where |R*_k| is at least this: where the others agree
+                that there is something to know.
+            neutral: keep the alignment from making scores bolder or more timid: its gradient may
+                reorder the images of a label, but neither shift nor stretch their outputs.
             consensus: the operator A.
             kappa: "support": a client counts n²/(n + kappa).
             min_examples: "support": clients with fewer images do not teach.
@@ -141,7 +153,10 @@ class FedHarmony(Method):
                 a clustering takes a third of a second.
             client_clusters: cluster each client's own R*_k instead of the common consensus.
             horizon: T_0 of α_t = max(0, 1 − t/T_0), t = 0, 1, …; none means half of the rounds.
-            temperature: γ of q = exp(−γ s); "adaptive" is 1/std(s) over the cohort.
+            temperature: γ of q = exp(−γ s); "adaptive" is 1/std(s) over the cohort; "bounded" the
+                largest γ up to that which leaves ``min_effective``.
+            min_effective: "bounded": least effective clients 1/Σω², as a share of those that
+                weights by size alone would have.
             quality_min_examples: smaller clients get the cohort's mean discrepancy.
 
         Where labels are unknown, each pair of labels is estimated over the images on which both are
@@ -155,6 +170,8 @@ class FedHarmony(Method):
         align_weight: Annotated[float, Ge(0)] = 1.0
         warmup_rounds: Annotated[int, Ge(0)] = 3
         normaliser: Literal["phi", "pearson"] = "phi"
+        shrinkage: Annotated[float, Ge(0)] = 0.0
+        softness: Annotated[float, Gt(0)] = 1.0
         epsilon: Annotated[float, Gt(0)] = 1e-6
         clamp: Annotated[float, Gt(0), Lt(0.5)] = 1e-4
         denominator_grad: bool = True
@@ -163,7 +180,9 @@ class FedHarmony(Method):
         distance: Literal["squared_frobenius", "frobenius", "cosine"] = "squared_frobenius"
         reduction: Literal["mean", "sum"] = "mean"
         diagonal: bool = False
-        align_unseen: Literal["include", "mask"] = "include"
+        align_unseen: Literal["include", "mask", "only"] = "include"
+        least_teacher: Annotated[float, Ge(0), Lt(1)] = 0.0
+        neutral: bool = False
         consensus: Literal["mean", "size", "support", "median", "trimmed", "pooled"] = "support"
         kappa: Annotated[float, Ge(0)] = 10.0
         min_examples: Annotated[int, Ge(0)] = 5
@@ -179,7 +198,8 @@ class FedHarmony(Method):
         cluster_every: Annotated[int, Ge(1)] | None = None
         client_clusters: bool = False
         horizon: Annotated[float, Gt(0)] | None = None
-        temperature: Annotated[float, Ge(0)] | Literal["adaptive"] = "adaptive"
+        temperature: Annotated[float, Ge(0)] | Literal["adaptive", "bounded"] = "bounded"
+        min_effective: Annotated[float, Gt(0), Le(1)] = 0.9
         quality_min_examples: Annotated[int, Ge(0)] = 10
 
         def __post_init__(self) -> None:
@@ -187,6 +207,16 @@ class FedHarmony(Method):
                 raise ConfigError(
                     "consensus = 'pooled' needs normaliser = 'phi': joint probabilities cannot be "
                     "recovered from a Pearson matrix. Change one of the two."
+                )
+            if self.softness != 1 and self.consensus == "pooled":
+                raise ConfigError(
+                    "consensus = 'pooled' needs softness = 1: it pools probabilities. Change one "
+                    "of the two."
+                )
+            if self.shrinkage and self.normaliser == "phi":
+                raise ConfigError(
+                    f"shrinkage = {self.shrinkage:g} belongs to normaliser = 'pearson'; 'phi' has "
+                    "clamp instead. Change one of the two."
                 )
 
     presets: ClassVar[Mapping[str, Mapping[str, Any]]] = {
@@ -243,6 +273,8 @@ class FedHarmony(Method):
             config.epsilon,
             config.clamp,
             config.denominator_grad,
+            config.shrinkage,
+            config.softness,
         )
         self.align = Alignment(
             self.correlation, config.estimator, config.window, config.distance, config.reduction
@@ -275,17 +307,23 @@ class FedHarmony(Method):
             device = next((tensor.device for tensor in params.values()), None)
             zero = torch.zeros((), dtype=torch.float64, device=device)
             # A view of one number: memory is first needed for the stack of clients.
-            return {"images": zero, "sums": zero.expand(kind.rows, kind.classes)}
+            sums = zero.expand(kind.rows, kind.classes)
+            softened = {} if kind.softness == 1 else {"chances": sums}
+            return {"images": zero, "sums": sums, **softened}
 
         def fold(carry: Tensors, values: Tensor, batch: Batch) -> Tensors:
             scores = kind.scores(values) if reads == "outputs" else values
-            images = carry["images"] + batch.rows.sum(-1)
-            return {"images": images, "sums": carry["sums"] + kind.sums(scores.double(), batch)}
+            chances = values.sigmoid() if reads == "outputs" else values
+            added = {"images": batch.rows.sum(-1), "sums": kind.sums(scores.double(), batch)}
+            if "chances" in carry:
+                added["chances"] = kind.sums(chances.double(), batch)
+            return {name: carry[name] + sum for name, sum in added.items()}
 
         def finish(carry: Tensors, params: Mapping[str, Tensor]) -> Tensors:
             moments = mean_moments(carry["sums"], carry["images"])
             upper = pack_upper(kind.matrix(moments)).float().clamp(-1, 1)  # beyond by rounding only
-            told = {"upper": upper, "marginal": moments.marginal.float()}
+            chances = mean_moments(carry.get("chances", carry["sums"]), carry["images"])
+            told = {"upper": upper, "marginal": chances.marginal.float()}
             if moments.known is not None:
                 told["known"] = pack_upper(moments.known).float()
             return told
@@ -388,9 +426,12 @@ class FedHarmony(Method):
             return {}
         teacher = message.get(TEACHER)
         pairs = self.pairs(teacher["clusters"], teacher["known"])
-        if self.config.align_unseen == "mask":
+        if self.config.align_unseen != "include":
             seen = view.positives > 0
-            pairs = pairs & seen.unsqueeze(-1) & seen.unsqueeze(-2)
+            both = seen.unsqueeze(-1) & seen.unsqueeze(-2)
+            pairs = pairs & (both if self.config.align_unseen == "mask" else ~both)
+        if self.config.least_teacher > 0:
+            pairs = pairs & (teacher["matrix"].abs() >= self.config.least_teacher)
         return self.align.start(pairs, torch.tensor(view.examples, device=pairs.device))
 
     def _aligns(self, message: Groups) -> bool:
@@ -404,7 +445,9 @@ class FedHarmony(Method):
         fit = task_loss(self.task.loss, outputs, batch)
         if not self._aligns(message):
             return fit, carry
-        teacher, scores = message[TEACHER], self.correlation.scores(outputs)
+        teacher = message[TEACHER]
+        seen = neutral(outputs, batch.rows) if self.config.neutral else outputs
+        scores = self.correlation.scores(seen)
         misfit, carry = self.align(scores, batch, teacher["matrix"], carry)
         return fit + teacher["weight"] * misfit, carry
 
@@ -434,34 +477,62 @@ class FedHarmony(Method):
         values, compared = torch.cat(found, dim=-1).cpu()
         return Misfits(values, compared > 0)
 
-    def qualities(self, misfits: Tensor, reliable: Tensor) -> Tensor:
-        """q_k = exp(−γ s_k) up to a common factor, float64 (m,).
+    def qualities(self, misfits: Tensor, reliable: Tensor, gamma: float) -> Tensor:
+        """q̄_k = exp(−γ s_k) / Σ_j exp(−γ s_j), float64 (m,).
 
-        γ "adaptive" is 1 / (population) standard deviation of s, so that the scale of s does not
-        matter; where s does not vary (below 1e-12) all qualities are equal.
-
-        Deviation: a client that is not reliable is given the mean s of the others, and has no part
-        in the standard deviation. Of a few images R_k is close to 0, whatever was learnt.
+        Deviation: a client that is not reliable is given the mean s of the others. Of a few images
+        R_k is close to 0, whatever was learnt.
 
         Args:
             misfits: s_k, (m,).
             reliable: Whose s_k can be trusted, boolean (m,).
+            gamma: γ.
 
         >>> task = Task(2, 2, rounds=1, batch_size=1, epochs=1, seed=0, width=1, lr=0.1)
         >>> method = FedHarmony(FedHarmony.Config(), task)
-        >>> method.qualities(torch.tensor([1.0, 3.0]), torch.tensor([True, True]))  # e^-1 : e^-3
+        >>> both = torch.tensor([True, True])
+        >>> method.qualities(torch.tensor([1.0, 3.0]), both, gamma=1.0)  # e^-1 : e^-3
         tensor([0.8808, 0.1192], dtype=torch.float64)
         """
         s = misfits.double()
-        if not reliable.any():
-            return torch.ones_like(s)
         # Deviations from the mean: the same softmax, and 0 for a client that is not reliable.
-        excess = torch.where(reliable, s - s[reliable].mean(), 0)
-        gamma = self.config.temperature
-        if gamma == "adaptive":
-            deviation = float(s[reliable].std(correction=0))
-            gamma = 1 / deviation if deviation >= 1e-12 else 0.0
+        excess = torch.where(reliable, s - s[reliable].mean(), 0) if reliable.any() else s * 0
         return torch.softmax(-gamma * excess, 0)
+
+    def weights(self, n: Tensor, misfits: Tensor, reliable: Tensor, alpha: float) -> Tensor:
+        """Eq. (10): ``ω_k = α n̄_k + (1 − α) q̄_k``, float64 (m,).
+
+        γ "adaptive" is 1 / (population) standard deviation of the reliable s, so that their scale
+        does not matter; where they do not vary (below 1e-12) all qualities are equal. In a cohort
+        of ten that leaves half of the clients without weight. "bounded" takes no more of γ than
+        leaves ``min_effective`` of the effective clients that size alone has, 1/Σ n̄_k².
+
+        Args:
+            n: Weights by size, (m,), not normalised.
+            misfits: s_k, (m,).
+            reliable: Whose s_k can be trusted, boolean (m,).
+            alpha: α.
+        """
+        size, gamma = n / n.sum(), self.config.temperature
+        deviation = float(misfits[reliable].std(correction=0)) if reliable.any() else 0.0
+        most = 1 / deviation if deviation >= 1e-12 else 0.0
+
+        def omega(gamma: float) -> Tensor:
+            return alpha * size + (1 - alpha) * self.qualities(misfits, reliable, gamma)
+
+        if gamma == "adaptive":
+            return omega(most)
+        if gamma != "bounded":
+            return omega(float(gamma))
+        least = self.config.min_effective * effective_clients(size)
+        low, high = 0.0, most
+        if effective_clients(omega(high)) >= least:
+            return omega(high)
+        for _ in range(BISECTIONS):
+            middle = (low + high) / 2
+            enough = effective_clients(omega(middle)) >= least
+            low, high = (middle, high) if enough else (low, middle)
+        return omega(low)
 
     def alpha(self, round: int) -> float:
         """α_t = max(0, 1 − t/T_0), t = 0, 1, …: the share of size in the weights."""
@@ -486,8 +557,7 @@ class FedHarmony(Method):
         examples = torch.tensor([reply.examples for reply in heard])
         enough = examples >= max(1, self.config.quality_min_examples)
         n = torch.tensor([self.weight(reply) for reply in heard], dtype=torch.float64)
-        q = self.qualities(misfits.values, misfits.compared & enough)
-        omega = alpha * (n / n.sum()) + (1 - alpha) * (q / q.sum())
+        omega = self.weights(n, misfits.values, misfits.compared & enough, alpha)
         weights = dict(zip([reply.client for reply in heard], omega.tolist(), strict=True))
         if alpha < 1.0:
             for reply in heard:
@@ -495,7 +565,7 @@ class FedHarmony(Method):
         table = self.table(state)
         table.add(heard, round)
         state = model.update(state).replace(table.state_dict())
-        log = {"alpha": alpha, "effective_clients": 1 / float(omega.square().sum())}
+        log = {"alpha": alpha, "effective_clients": effective_clients(omega)}
         if taught:
             log["align_weight"] = self.align_weight(round)
         if compared := misfits.values[misfits.compared].tolist():
@@ -523,6 +593,15 @@ class FedHarmony(Method):
         ids = state.get(CLUSTERS).get("ids")
         ids = self.clusters(matrix, self.task.rounds) if ids is None else ids
         return {"consensus": matrix.float(), "consensus_known": known, "clusters": ids}
+
+
+def effective_clients(weights: Tensor) -> float:
+    """``1/Σω²``: how many clients with equal weights would average as strongly.
+
+    >>> effective_clients(torch.tensor([0.5, 0.5, 0.0]))
+    2.0
+    """
+    return 1 / float(weights.square().sum())
 
 
 def _stack(clients: Sequence[Mapping[str, Tensor]]) -> Tensors:
