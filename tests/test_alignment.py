@@ -5,7 +5,7 @@ import torch
 from torch import Tensor
 
 from fedharmony import alignment
-from fedharmony.alignment import Alignment, running
+from fedharmony.alignment import Alignment, neutral, running
 from fedharmony.correlation import (
     Correlation,
     Moments,
@@ -259,3 +259,34 @@ def test_running_pairs_are_the_pairs_of_all_batches():
         assert told[0, 2] == (seen == 8)
         expected = discrepancy(correlation(whole), torch.ones(3, 3), told)
         torch.testing.assert_close(value, expected)
+
+
+def test_neutral_gradient_by_hand() -> None:
+    """Outputs 0, 1, 5 of one label: mean 2, z̃ = (−2, −1, 3), ‖z̃‖² = 14; the gradient is (1, 0, 0).
+
+    Less its mean ⅓: (⅔, −⅓, −⅓). Along z̃: (−4/3 + 1/3 − 1)/14 = −1/7, so that
+    (⅔ − 2/7, −⅓ − 1/7, −⅓ + 3/7) = (8, −10, 2)/21 is left. A padding row passes nothing on.
+    """
+    outputs = torch.tensor([[0.0], [1.0], [5.0], [7.0]], requires_grad=True)
+    seen = neutral(outputs, torch.tensor([1.0, 1, 1, 0]))
+    assert torch.equal(seen, outputs)
+    (gradient,) = torch.autograd.grad(seen[0, 0], outputs)
+    expected = torch.tensor([[8.0], [-10], [2], [0]]) / 21
+    torch.testing.assert_close(gradient, expected)
+
+
+def test_neutral_outputs_of_a_stack_are_those_of_each() -> None:
+    """Also one image, or equal outputs: nothing is left to move, and nothing is not finite."""
+    outputs = torch.randn(3, 5, 2, generator=torch.Generator().manual_seed(0))
+    outputs[1] = 0.5
+    rows = torch.ones(3, 5)
+    rows[2, 1:] = 0
+    leaf = outputs.clone().requires_grad_()
+    factor = torch.arange(30.0).view(3, 5, 2).square()
+    (whole,) = torch.autograd.grad((neutral(leaf, rows) * factor).sum(), leaf)
+    for m in range(3):
+        own = outputs[m].clone().requires_grad_()
+        (alone,) = torch.autograd.grad((neutral(own, rows[m]) * factor[m]).sum(), own)
+        torch.testing.assert_close(whole[m], alone)
+    assert bool(whole.isfinite().all())
+    assert not whole[2].any()

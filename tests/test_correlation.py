@@ -464,3 +464,15 @@ def test_gradient_of_the_distances(kind):
     matrix, teacher = draw(2, 4, 4).requires_grad_(), draw(4, 4, seed=1)
     pairs = pair_mask(torch.tensor([0, 0, 1, 1]))
     assert torch.autograd.gradcheck(lambda m: discrepancy(m, teacher, pairs, kind=kind), (matrix,))
+
+
+def test_shrunken_pearson_by_hand() -> None:
+    """Scores (0, 1, 0, 1) and (0, ½, 0, ½): variances ¼ and 1/16, covariance ⅛.
+
+    With 1/16 added: ⅛ / sqrt(5/16 · 2/16) = 2/sqrt(10) = 0.632456; without, 1.
+    """
+    scores = torch.tensor([[0.0, 0.0], [1.0, 0.5], [0.0, 0.0], [1.0, 0.5]], dtype=torch.float64)
+    moments = score_moments(scores)
+    for shrinkage, expected in ((1 / 16, 2 / math.sqrt(10)), (0.0, 1.0)):
+        found = correlation(moments, normaliser="pearson", eps=1e-12, shrinkage=shrinkage)
+        assert found[0, 1].item() == pytest.approx(expected, abs=1e-9)

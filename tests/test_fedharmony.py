@@ -276,6 +276,57 @@ def test_masking_unseen_labels() -> None:
     assert carry["pairs"].nonzero().tolist() == [[0, 1], [1, 0], [1, 2], [2, 1]]
 
 
+def pairs_of(positives: list[int], teacher: Tensor, **settings: Any) -> list[tuple[int, int]]:
+    """The pairs (c, c') with c < c' that a client with these positives aligns."""
+    harmony = method(blocks=False, **settings)
+    state = state_after(harmony, [reply(1, 50, teacher), reply(2, 50, teacher)])
+    message = harmony.broadcast(state, 1, [0])[0]
+    carry = harmony.carry(ClientView(10, torch.tensor(positives)), message)
+    return [(c, d) for c, d in carry["pairs"].nonzero().tolist() if c < d]
+
+
+def test_which_pairs_are_aligned_by_hand() -> None:
+    """Label 2 is absent here; the others agree on R01 = 0.3, R02 = −0.2, R12 = 0.05."""
+    teacher = matrix(0.3, -0.2, 0.05)
+    assert pairs_of([4, 2, 0], teacher) == [(0, 1), (0, 2), (1, 2)]
+    assert pairs_of([4, 2, 0], teacher, align_unseen="mask") == [(0, 1)]
+    assert pairs_of([4, 2, 0], teacher, align_unseen="only") == [(0, 2), (1, 2)]
+    assert pairs_of([4, 2, 0], teacher, least_teacher=0.1) == [(0, 1), (0, 2)]
+    both = {"align_unseen": "only", "least_teacher": 0.1}
+    assert pairs_of([4, 2, 0], teacher, **both) == [(0, 2)]
+
+
+def test_softened_scores_have_the_marginals_of_plain_ones() -> None:
+    """R of σ(z/T), p̂ of σ(z): what counts as support does not depend on T."""
+    logits = torch.randn(7, 3, generator=torch.Generator().manual_seed(1)) * 3
+    pearson = {"normaliser": "pearson", "epsilon": 1e-12}
+    soft = fold_all(method(softness=4.0, **pearson), logits, 3)
+    scores = (logits.double() / 4).sigmoid().numpy()
+    expected = np.corrcoef(scores.T)[np.triu_indices(3)]
+    np.testing.assert_allclose(soft["upper"].numpy(), expected, atol=1e-6)
+    plain = fold_all(method(), logits, 3)
+    torch.testing.assert_close(soft["marginal"], plain["marginal"])
+    # Far out, the correlation of scores is that of the logits.
+    far = fold_all(method(softness=1000.0, **pearson), logits, 3)
+    logit = np.corrcoef(logits.double().numpy().T)[np.triu_indices(3)]
+    np.testing.assert_allclose(far["upper"].numpy(), logit, atol=1e-4)  # float32 scores
+
+
+def test_neutral_alignment_neither_shifts_nor_stretches() -> None:
+    """The alignment's part of the gradient is orthogonal to 1 and to the outputs, per label."""
+    for neutral in (True, False):
+        harmony = method(blocks=False, neutral=neutral, warmup_rounds=0)
+        outputs, batch, message, carry = loss_inputs(harmony)
+        outputs = outputs.detach().requires_grad_()
+        whole = torch.autograd.grad(harmony.loss(outputs, batch, message, carry)[0], outputs)[0]
+        plain = method(align=False)
+        fit = torch.autograd.grad(plain.loss(outputs, batch, message, {})[0], outputs)[0]
+        g, z = (whole - fit)[batch.rows > 0], outputs.detach()[batch.rows > 0]
+        assert g.abs().max() > 1e-3
+        shift, stretch = g.sum(0).abs().max(), (g * (z - z.mean(0))).sum(0).abs().max()
+        assert (max(shift, stretch) < 1e-6) == neutral
+
+
 def test_warm_up() -> None:
     """⅓, ⅔, 1 of λ from the first round that has a teacher: round 1, or 0 if one is asked for."""
     for settings in ({}, {"cold_start": "labels"}, {"teacher": "this_round"}):
@@ -797,6 +848,18 @@ def test_state_is_bounded_and_survives_a_checkpoint(operator: Any) -> None:
 def test_more_clusters_than_labels_is_refused() -> None:
     with pytest.raises(ConfigError, match=r"groups = 4 is more than the 3 labels"):
         method(groups=4)
+
+
+@pytest.mark.parametrize(
+    ("settings", "words"),
+    [
+        ({"softness": 2.0, "consensus": "pooled"}, "softness = 1"),
+        ({"shrinkage": 0.1}, "belongs to normaliser = 'pearson'"),
+    ],
+)
+def test_settings_that_do_not_go_together(settings: dict[str, Any], words: str) -> None:
+    with pytest.raises(ConfigError, match=words):
+        method(**settings)
 
 
 def test_pooled_pearson_is_refused() -> None:

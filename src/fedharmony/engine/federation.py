@@ -21,7 +21,9 @@ from fedharmony.transport.base import Transport
 from fedharmony.types import BUFFERS, LARGEST, PARAMS, Failure, Form, Packed, Record, Reply
 
 Event = dict[str, Any]
-AverageRule = Annotated[float, Ge(0), Lt(1)] | Annotated[str, Field(pattern="^last:[1-9][0-9]?$")]
+AverageRule = (
+    Annotated[float, Ge(0), Lt(1)] | Annotated[str, Field(pattern="^(adaptive|last:[1-9][0-9]?)$")]
+)
 Forms = Mapping[str, Mapping[str, Form]]
 
 #: How far a number may lie outside of its range by rounding.
@@ -47,8 +49,9 @@ class FederationSettings:
         head_ridge: ρ of that head, in units of the mean variance of a feature.
         head_clients: who sends these sums: "all" clients, the first "cohort", or so many, drawn.
         server_average: the model that is evaluated and given away is a running mean of the global
-            models, ``s ← e s + (1 − e) θ`` with e = min(this, t/(t + 3)), or the plain mean of the
-            last K of them ("last:K"); clients go on from θ. 0 averages nothing.
+            models, ``s ← e s + (1 − e) θ`` with e = min(this, t/(t + 3)); clients go on from θ.
+            "adaptive" finds e: up to 0.9 for a model that jitters, 0 for one that still travels.
+            "last:K" is the plain mean of the last K models. 0 averages nothing.
         central: one party trains, on all images with all their labels; a round sees as many images
             as the cohort would have trained on. For "fedavg" only.
     """
@@ -160,13 +163,14 @@ class Federation:
         for round in range(start, len(self.schedule)):
             began, tally, cohort = time.perf_counter(), Tally(), self.schedule[round]
             for stage in self.stages(round):
+                before = state
                 sent = stage.broadcast(state, round, everyone if stage.everyone else cohort)
                 replies = self._replies(stage, state, round, sent, tally)
                 outcome = stage.aggregate(state, round, sent, replies)
                 self._enforce_limit(stage, round, len(sent), tally)
                 state = outcome.state
                 if stage.train:
-                    state = average.add(state, round)
+                    state = average.add(before, state, round)
                     state = average.shown(state) if round + 1 == len(self.schedule) else state
                 tally.weights.update(outcome.weights)
                 tally.log.update(outcome.log)

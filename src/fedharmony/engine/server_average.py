@@ -4,6 +4,11 @@ With few clients a round, the global model jumps to and fro with the cohorts; th
 few positions is better than any of them. Clients go on from the last position θ: averaging changes
 nothing about training, and costs nothing but memory on the server. Averaging global models in
 federated learning: Caldarola et al., ECCV 2022.
+
+A mean lags behind a model that still travels. Whether it does can be read off its steps
+``d_t = θ_t − θ_{t−1}``: steps of a model that travels point the same way, steps of one that jitters
+are unrelated, or undo each other. With their correlation ``ρ = Σ d_t·d_{t−1} / Σ ‖d‖²``, over the
+last few rounds, the rule "adaptive" keeps ``e = LARGEST_SHARE · min(1, max(0, 1 − ρ/TRAVELS))``.
 """
 
 from __future__ import annotations
@@ -14,11 +19,19 @@ from dataclasses import dataclass
 from torch import Tensor
 
 from fedharmony.aggregate import RunningMean
-from fedharmony.types import BUFFERS, PARAMS, Record
+from fedharmony.types import BUFFERS, PARAMS, Record, Tensors
 
 MODEL = (PARAMS, BUFFERS)
 AVERAGE = "average_"  # state: s, by group
-PAST = "past_{}_"  # state: the global models of the last rounds by place, and group
+PAST = "past_{}_"  # state, "last:K": the global models of the last rounds by place, and group
+STEP = "average_step"  # state, "adaptive": d of the last round
+ALONG, LENGTH = "average_along", "average_length"  # state, "adaptive": Σ d_t·d_{t−1}, Σ ‖d‖²
+
+#: "adaptive": the largest e, and the ρ from which on nothing is averaged. On the built-in data,
+#: trained from scratch, ρ is 0.3 to 0.6; of a fine-tuned ViT on VOC2012 it is −0.1 to 0.13.
+LARGEST_SHARE, TRAVELS = 0.9, 0.25
+#: "adaptive": by how much older rounds count less in ρ.
+FADES = 0.5
 
 
 @dataclass(frozen=True)
@@ -27,8 +40,8 @@ class ServerAverage:
 
     Attributes:
         rule: the largest e of ``s ← e s + (1 − e) θ``, where e = t/(t + 3) before it is reached in
-            round t = 0, 1, …; 0 averages nothing. Or ``"last:K"``: the plain mean of the last K
-            global models.
+            round t = 0, 1, …; 0 averages nothing. ``"adaptive"``: e as the steps of the model say.
+            ``"last:K"``: the plain mean of the last K global models.
     """
 
     rule: float | str = 0.0
@@ -36,16 +49,25 @@ class ServerAverage:
     @property
     def last(self) -> int:
         """K of ``last:K``, else 0."""
-        return int(self.rule.removeprefix("last:")) if isinstance(self.rule, str) else 0
+        return int(str(self.rule).removeprefix("last:")) if "last:" in str(self.rule) else 0
 
-    def add(self, state: Record, round: int) -> Record:
-        """The state with the global model of a round in the average."""
+    def add(self, before: Record, state: Record, round: int) -> Record:
+        """The state with the global model of a round in the average.
+
+        Args:
+            before: The state before the training of this round.
+            state: The state after it.
+            round: t.
+        """
         if not self.rule:
             return state
         if self.last:
-            kept = {PAST.format(round % self.last) + g: state.get(g) for g in MODEL}
-            return state.replace(kept)
-        keep = min(float(self.rule), round / (round + 3))
+            return state.replace({PAST.format(round % self.last) + g: state.get(g) for g in MODEL})
+        largest = self.rule
+        if isinstance(largest, str):
+            state = watch(before, state)
+            largest = share_kept(*(float(state.scalars[name]) for name in (ALONG, LENGTH)))
+        keep = min(largest, round / (round + 3))
         if not keep:
             return state.replace({AVERAGE + g: state.get(g) for g in MODEL})
         return state.replace({AVERAGE + g: self._mean(state, g, keep) for g in MODEL})
@@ -59,15 +81,42 @@ class ServerAverage:
 
     def shown(self, state: Record) -> Record:
         """The state with the averaged model in the place of the global one, and without memory."""
-        past = [PAST.format(place) for place in range(self.last)]
-        found = [p for p in past if p + PARAMS in state.groups]
-        if not found and AVERAGE + PARAMS not in state.groups:
+        places = [PAST.format(place) for place in range(self.last)]
+        found = [p for p in (*places, AVERAGE) if p + PARAMS in state.groups]
+        if not found:
             return state
-        own = tuple(past) or (AVERAGE,)
-        groups = {g: t for g, t in state.groups.items() if not g.startswith(own)}
+        groups = {g: t for g, t in state.groups.items() if not g.startswith((*places, AVERAGE))}
         for group in MODEL:
             mean = RunningMean()
-            for prefix in found or [AVERAGE]:
+            for prefix in found:
                 mean.add(state.get(prefix + group), 1.0)
             groups[group] = mean.result()
-        return Record(groups, state.scalars)
+        scalars = {n: v for n, v in state.scalars.items() if n not in (ALONG, LENGTH)}
+        return Record(groups, scalars)
+
+
+def watch(before: Record, state: Record) -> Record:
+    """The state with its last step, and the sums that ρ is made of."""
+    old, new = before.get(PARAMS), state.get(PARAMS)
+    step: Tensors = {n: t - old[n] for n, t in new.items() if t.is_floating_point()}
+    last = state.get(STEP)
+    along, length = (float(state.scalars.get(name, 0.0)) for name in (ALONG, LENGTH))
+    if last:
+        along = FADES * along + _dot(step, last)
+        length = FADES * length + (_dot(step, step) + _dot(last, last)) / 2
+    return state.replace({STEP: step}, {ALONG: along, LENGTH: length})
+
+
+def share_kept(along: float, length: float) -> float:
+    """E of the rule "adaptive"; 0 as long as there are no two steps.
+
+    >>> [round(share_kept(rho, 1.0), 3) for rho in (-0.4, 0.0, 0.125, 0.25, 0.6)]
+    [0.9, 0.9, 0.45, 0.0, 0.0]
+    """
+    if length <= 0:
+        return 0.0
+    return LARGEST_SHARE * min(1.0, max(0.0, 1 - along / length / TRAVELS))
+
+
+def _dot(a: Mapping[str, Tensor], b: Mapping[str, Tensor]) -> float:
+    return sum(float((a[name].double() * b[name].double()).sum()) for name in a)

@@ -95,7 +95,7 @@ class ClientView:
 #: What helps every method with a linear head: settings of the federation, as a preset that all
 #: methods have. Measured in docs/results.md.
 INGREDIENTS: Mapping[str, Any] = {
-    "federation": {"head_start": "closed_form", "server_average": 0.7}
+    "federation": {"head_start": "closed_form", "server_average": "adaptive"}
 }
 
 
