@@ -11,6 +11,7 @@ from scipy.stats import trim_mean
 from torch import Tensor
 
 from fedharmony import consensus
+from fedharmony import correlation as corr
 from fedharmony.consensus import (
     CORRELATION,
     FOLDED,
@@ -267,7 +268,7 @@ def test_parts_and_folds_agree_to_the_last_bit(operator, chunk, monkeypatch):
     """In parts of any size, and with the first 30 clients folded before the others are summed."""
     table = make_table(61, 5, 7)
     expected = table.rows(operator)
-    monkeypatch.setattr(consensus, "numbers_at_once", lambda device: chunk)
+    monkeypatch.setattr(corr, "numbers_at_once", lambda device: chunk)
     chunked, folded = table.rows(operator), table.rows(operator)
     rows = folded.rows
     folded._fold({name: tensor[:30] for name, tensor in rows.items()}, -1)
@@ -281,7 +282,7 @@ def test_parts_and_folds_agree_to_the_last_bit(operator, chunk, monkeypatch):
 def test_order_statistics_do_not_depend_on_chunks_or_order(operator, monkeypatch):
     table = make_table(20, 5, 1)
     expected = table.rows(operator).full()[0]
-    monkeypatch.setattr(consensus, "numbers_at_once", lambda device: 60)
+    monkeypatch.setattr(corr, "numbers_at_once", lambda device: 60)
     reverse = Rows(pack_upper(table.matrices.flip(0)), operator).full()[0]
     assert torch.equal(reverse, expected)
 
@@ -405,7 +406,7 @@ def test_all_teachers_at_once_are_those_of_each(operator, numbers, monkeypatch):
     """In the order asked for, in parts of any size, to the last bit; rounded only at the end."""
     result = make_table(12, 5, 4).rows(operator)
     expected = [result.without(row) for row in range(12)]
-    monkeypatch.setattr(consensus, "numbers_at_once", lambda device: numbers)
+    monkeypatch.setattr(corr, "numbers_at_once", lambda device: numbers)
     rows = [7, 0, 11, 7]
     for dtype in (F64, torch.float32):
         _, teachers = result.teachers(rows, 0, dtype)
@@ -422,7 +423,7 @@ def test_the_way_of_a_device_agrees_with_that_of_the_cpu(operator, monkeypatch):
     table = make_table(40, 5, 2)
     expected = table.rows(operator)
     monkeypatch.setattr(consensus, "_in_order", lambda tensor: False)
-    monkeypatch.setattr(consensus, "numbers_at_once", lambda device: 100)
+    monkeypatch.setattr(corr, "numbers_at_once", lambda device: 100)
     found = table.rows(operator)
     for ours, theirs in ((found.full(), expected.full()), (found.without(3), expected.without(3))):
         torch.testing.assert_close(ours[0], theirs[0], rtol=0, atol=1e-13)
@@ -472,19 +473,19 @@ def reply(client: int, value: float, examples: int = 20) -> Reply:
 
 
 def test_a_table_remembers_the_last_of_each_client():
-    """Client 3 says 0.1, then 0.5; client 1 says 0.3: rows are in client order, with their rounds.
+    """Client 1 says 0.1, then 0.5; client 3 says 0.3: rows are in client order, with their rounds.
 
-    ``mean`` with decay 0.5 in round 2: (0.5 + 0.5 · 0.3) / 1.5 = 0.4333; without client 3: 0.3.
+    ``mean`` with decay 0.5 in round 2: (0.5 + 0.5 · 0.3) / 1.5 = 0.4333; without client 1: 0.3.
     """
     table = CorrelationTable(2, Operator("mean", decay=0.5))
     assert not table.teaches
-    table.add([reply(3, 0.1), reply(1, 0.3, 40)], 0)
+    table.add([reply(1, 0.1), reply(3, 0.3, 40)], 0)
     assert table.teaches
-    table.add([reply(3, 0.5)], 1)
+    table.add([reply(1, 0.5)], 1)
     assert table.rows["client"].tolist() == [1, 3]
-    assert table.rows["round"].tolist() == [0, 1]
-    assert table.rows["examples"].tolist() == [40, 20]
-    common, (own, new) = table.teachers([3, 7], 2)
+    assert table.rows["round"].tolist() == [1, 0]
+    assert table.rows["examples"].tolist() == [20, 40]
+    common, (own, new) = table.teachers([1, 7], 2)
     assert common.matrix[0, 1].item() == pytest.approx(0.65 / 1.5)
     assert own.matrix[0, 1].item() == pytest.approx(0.3)
     assert torch.equal(new.matrix, common.matrix)  # a client never heard

@@ -430,6 +430,18 @@ def test_weights_by_size_and_quality() -> None:
     assert outcome.log["effective_clients"] == pytest.approx(1 / (omega**2).sum(), rel=1e-5)
 
 
+def test_a_round_without_a_teacher_averages_by_size() -> None:
+    """One client was heard, so nobody is taught; in round 5 α would be 0."""
+    harmony = method()
+    state = state_after(harmony, [reply(0, 30, matrix(0.1, 0, 0))])
+    sent = harmony.broadcast(state, 5, [0, 1])
+    replies = [reply(0, 30, matrix(0.1, 0, 0), 1.0), reply(1, 10, matrix(0.5, 0, 0), 5.0)]
+    outcome = harmony.aggregate(state, 5, sent, iter(replies))
+    assert outcome.weights == {0: 0.75, 1: 0.25}
+    assert outcome.state.get(PARAMS)["w"].item() == 2.0
+    assert outcome.log["alpha"] == 1
+
+
 def test_fixed_temperature() -> None:
     """γ = 0 makes every quality equal: at α = 0 the plain mean (1 + 2 + 4)/3."""
     harmony = method(temperature=0.0, horizon=1.0)
@@ -538,9 +550,7 @@ def test_misfits_in_parts_of_any_size(
     whole = harmony.misfits(replies, sent)
     assert whole.compared.all()
     for at_once in (18, 1):
-        monkeypatch.setattr(
-            "fedharmony.methods.fedharmony.numbers_at_once", lambda device, n=at_once: n
-        )
+        monkeypatch.setattr(corr, "numbers_at_once", lambda device, n=at_once: n)
         assert all(map(torch.equal, harmony.misfits(replies, sent), whole))
     for own, misfit in zip(replies, whole.values.tolist(), strict=True):
         teacher = sent[own.client].get(TEACHER)

@@ -111,9 +111,11 @@ class Alignment:
         pairs = carry["pairs"]
         if moments.known is not None:
             pairs = pairs & (moments.known > 0)
-        matrix = self.correlation.matrix(moments)
-        value = discrepancy(matrix, teacher, pairs, kind=self.distance, reduction=self.reduction)
-        return value, dict(carry)
+        return self.psi(self.correlation.matrix(moments), teacher, pairs), dict(carry)
+
+    def psi(self, matrix: Tensor, teacher: Tensor, pairs: Tensor) -> Tensor:
+        """Ψ(R, R*) over pairs of labels, (...)."""
+        return discrepancy(matrix, teacher, pairs, kind=self.distance, reduction=self.reduction)
 
     def _with_gradient(
         self, scores: Tensor, batch: Batch, teacher: Tensor, carry: Mapping[str, Tensor]

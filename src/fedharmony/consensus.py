@@ -28,7 +28,7 @@ about is 0 and not ``known``.
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from functools import cached_property
 from typing import Literal, NamedTuple, TypeAlias
@@ -44,7 +44,7 @@ from fedharmony.correlation import (
     Triangle,
     bernoulli_deviation,
     correlation,
-    numbers_at_once,
+    parts,
 )
 from fedharmony.types import Reply, Tensors
 
@@ -133,7 +133,7 @@ class CorrelationTable:
         self.classes, self.operator = classes, operator or Operator()
         self.capacity, self.last_only = capacity, last_only
         self.unknown_labels = unknown_labels
-        #: One row per client, in client order: client, examples, round, and what its reply told.
+        #: One row per client, in client order: client, examples, round, and its upload.
         self.rows: Tensors = {}
         #: Sums, weights and round of what was folded.
         self.folded: Tensors = {}
@@ -155,13 +155,12 @@ class CorrelationTable:
     def add(self, replies: Sequence[Reply], round: int) -> None:
         """Remember what the replies of a round tell, over older entries of the same clients."""
         uploads = [reply.record.get(CORRELATION) for reply in replies]
-        told = {name: torch.stack([upload[name] for upload in uploads]) for name in uploads[0]}
-        device, before = told["upper"].device, self.rows
+        device, before = uploads[0]["upper"].device, self.rows
         self.rows = {
             "client": torch.tensor([reply.client for reply in replies], device=device),
             "examples": torch.tensor([reply.examples for reply in replies], device=device),
             "round": torch.full((len(replies),), round, device=device),
-            **told,
+            **{name: torch.stack([u[name] for u in uploads]) for name in uploads[0]},
         }
         if not before or self.last_only:
             return
@@ -197,7 +196,7 @@ class CorrelationTable:
         heard = torch.tensor([p for p in places if p >= 0], dtype=torch.int64, device=self.device)
         matrices = common.matrix.new_empty(len(heard), *common.matrix.shape, dtype=dtype)
         known = common.known.new_empty(len(heard), *common.known.shape)
-        for part in _parts(len(heard), self.classes**2, self.device):
+        for part in parts(len(heard), self.classes**2, self.device):
             rows = _select(self.rows, heard[part])
             matrices[part], known[part] = consensus.without(rows, dtype)
         others = map(Agreement, matrices, known)
@@ -255,7 +254,7 @@ class _Weighted:
                 torch.zeros(size, dtype=torch.float64, device=table.device)
                 for size in (width, entries)
             )
-        for part in _parts(len(rows["client"]), len(self.total), table.device):
+        for part in parts(len(rows["client"]), len(self.total), table.device):
             values, weights = self.terms(_select(rows, part))
             self.total = _add(self.total, values * weights)
             self.weight = _add(self.weight, weights)
@@ -337,7 +336,7 @@ class _Middle:
         self.mean, self.low, self.between, self.high = torch.zeros(
             4, pairs, dtype=torch.float64, device=upper.device
         )
-        for part in _parts(pairs, count, upper.device):
+        for part in parts(pairs, count, upper.device):
             ordered = _sorted(upper[:, part].double())
             self.mean[part] = ordered[all_cut : count - all_cut].mean(0)
             self.low[part], self.high[part] = ordered[cut], ordered[count - 1 - cut]
@@ -377,13 +376,6 @@ def _places(table: Tensor, clients: Sequence[int]) -> list[int]:
     place = torch.searchsorted(ids, wanted).clamp(max=len(ids) - 1)
     places: list[int] = torch.where(ids[place] == wanted, order[place], -1).tolist()
     return places
-
-
-def _parts(count: int, width: int, device: torch.device) -> Iterator[slice]:
-    """Slices of ``count`` rows of ``width`` numbers, as many at a time as memory should hold."""
-    step = max(1, numbers_at_once(device) // max(1, width))
-    for start in range(0, count, step):
-        yield slice(start, start + step)
 
 
 def _sorted(values: Tensor) -> Tensor:

@@ -17,6 +17,7 @@ switched off where it would lower precision, because Eq. (2) subtracts nearly eq
 
 from __future__ import annotations
 
+from collections.abc import Iterator
 from dataclasses import dataclass
 from typing import Any, Literal, NamedTuple, TypeAlias, get_args
 
@@ -511,6 +512,17 @@ def numbers_at_once(device: torch.device) -> int:
     655
     """
     return _AT_ONCE.get(device.type, _AT_ONCE["cpu"])
+
+
+def parts(count: int, width: int, device: torch.device) -> Iterator[slice]:
+    """Slices of ``count`` rows of ``width`` numbers, as many at a time as memory should hold.
+
+    >>> list(parts(3, 2**17, torch.device("cpu")))
+    [slice(0, 2, None), slice(2, 4, None)]
+    """
+    step = max(1, numbers_at_once(device) // max(1, width))
+    for start in range(0, count, step):
+        yield slice(start, start + step)
 
 
 def pack_upper(matrix: Tensor) -> Tensor:

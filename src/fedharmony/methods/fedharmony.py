@@ -48,11 +48,10 @@ from fedharmony.consensus import BY_ENTRY, CORRELATION, CorrelationTable, Operat
 from fedharmony.correlation import (
     Correlation,
     Triangle,
-    discrepancy,
     mean_moments,
-    numbers_at_once,
     pack_upper,
     pair_mask,
+    parts,
 )
 from fedharmony.errors import ConfigError
 from fedharmony.losses import Batch, task_loss
@@ -67,6 +66,7 @@ from fedharmony.methods.base import (
     methods,
     stacked,
 )
+from fedharmony.models.base import stack
 from fedharmony.rng import derived_seed
 from fedharmony.types import Form, Record, Reply, Tensors
 
@@ -269,25 +269,29 @@ class FedHarmony(Method):
         self.correlation = Correlation(
             task.classes,
             task.unknown_labels,
-            config.normaliser,
-            config.epsilon,
-            config.clamp,
-            config.denominator_grad,
-            config.shrinkage,
-            config.softness,
+            normaliser=config.normaliser,
+            eps=config.epsilon,
+            clamp=config.clamp,
+            denominator_grad=config.denominator_grad,
+            shrinkage=config.shrinkage,
+            softness=config.softness,
         )
         self.align = Alignment(
-            self.correlation, config.estimator, config.window, config.distance, config.reduction
+            self.correlation,
+            estimator=config.estimator,
+            window=config.window,
+            distance=config.distance,
+            reduction=config.reduction,
         )
         self.operator = Operator(
             config.consensus,
-            config.kappa,
-            config.min_examples,
-            config.min_support,
-            config.staleness_decay,
-            config.trim,
-            config.epsilon,
-            config.clamp,
+            kappa=config.kappa,
+            min_examples=config.min_examples,
+            min_support=config.min_support,
+            decay=config.staleness_decay,
+            trim=config.trim,
+            eps=config.epsilon,
+            clamp=config.clamp,
         )
         self.triangle = task.classes * (task.classes + 1) // 2
         #: Clients whose matrices (float32, and what each entry stands on) fit into the table.
@@ -323,10 +327,10 @@ class FedHarmony(Method):
             moments = mean_moments(carry["sums"], carry["images"])
             upper = pack_upper(kind.matrix(moments)).float().clamp(-1, 1)  # beyond by rounding only
             chances = mean_moments(carry.get("chances", carry["sums"]), carry["images"])
-            told = {"upper": upper, "marginal": chances.marginal.float()}
+            upload = {"upper": upper, "marginal": chances.marginal.float()}
             if moments.known is not None:
-                told["known"] = pack_upper(moments.known).float()
-            return told
+                upload["known"] = pack_upper(moments.known).float()
+            return upload
 
         forms = {
             "upper": Form((self.triangle,), low=-1, high=1),
@@ -416,7 +420,7 @@ class FedHarmony(Method):
 
         Args:
             clusters: Cluster of each label, (..., C).
-            known: Entries that the teacher, and whoever else is asked, knows, (..., C, C).
+            known: Entries of R* that are known and, in s_k, of R_k too, (..., C, C).
         """
         return pair_mask(clusters, known, diagonal=self.config.diagonal)
 
@@ -432,7 +436,7 @@ class FedHarmony(Method):
             pairs = pairs & (both if self.config.align_unseen == "mask" else ~both)
         if self.config.least_teacher > 0:
             pairs = pairs & (teacher["matrix"].abs() >= self.config.least_teacher)
-        return self.align.start(pairs, torch.tensor(view.examples, device=pairs.device))
+        return self.align.start(pairs, torch.full((), view.examples, device=pairs.device))
 
     def _aligns(self, message: Groups) -> bool:
         return TEACHER in message and self.config.align and self.config.align_weight > 0
@@ -458,21 +462,18 @@ class FedHarmony(Method):
         teachers = [sent[reply.client].get(TEACHER) for reply in replies]
         if not all(teachers):
             nothing = torch.zeros(len(replies), dtype=torch.float64)
-            return Misfits(nothing, nothing > 0)
+            return Misfits(nothing, compared=nothing.bool())
         uploads = [reply.record.get(CORRELATION) for reply in replies]
         device, classes = uploads[0]["upper"].device, self.task.classes
         triangle, found = Triangle(classes, device), []
-        step = max(1, numbers_at_once(device) // classes**2)
-        for start in range(0, len(replies), step):
-            part = slice(start, start + step)
-            told, taught = _stack(uploads[part]), _stack(teachers[part])
-            known = taught["known"]
+        for part in parts(len(replies), classes**2, device):
+            upload, teacher = stack(uploads[part]), stack(teachers[part])
+            known = teacher["known"]
             if self.task.unknown_labels:
-                known = known & triangle.square(told["known"] > 0)
-            pairs = self.pairs(taught["clusters"], known)
-            local, teacher = triangle.square(told["upper"]).double(), taught["matrix"].double()
-            distance, reduction = self.config.distance, self.config.reduction
-            s = discrepancy(local, teacher, pairs, kind=distance, reduction=reduction)
+                known = known & triangle.square(upload["known"] > 0)
+            pairs = self.pairs(teacher["clusters"], known)
+            matrix = triangle.square(upload["upper"]).double()
+            s = self.align.psi(matrix, teacher["matrix"].double(), pairs)
             found.append(torch.stack([s, pairs.any(-1).any(-1).double()]))
         values, compared = torch.cat(found, dim=-1).cpu()
         return Misfits(values, compared > 0)
@@ -602,7 +603,3 @@ def effective_clients(weights: Tensor) -> float:
     2.0
     """
     return 1 / float(weights.square().sum())
-
-
-def _stack(clients: Sequence[Mapping[str, Tensor]]) -> Tensors:
-    return {name: torch.stack([client[name] for client in clients]) for name in clients[0]}
