@@ -110,7 +110,8 @@ class Run:
         means = choose_means(engine, device, net.backbone.elements(), EVER)
         data = make_data(sum(sizes), classes, side, device)
         ends = np.cumsum(sizes)
-        clients = [np.arange(end - n, end) for n, end in zip(sizes, ends, strict=True)]
+        parts = (np.arange(end - n, end) for n, end in zip(sizes, ends, strict=True))
+        clients = dict(enumerate(parts))
         self.rule = Trial(net, params, means, device, BATCH, (3, side, side)).rule()
         settings = TrainSettings(epochs=EPOCHS, batch_size=BATCH)
         cohort = Cohort(net, self.method, data, clients, settings, 0, device, means=means)

@@ -56,7 +56,7 @@ def write_task(folder: Path, changes: list[str], epochs: int, rounds: int) -> in
         *(f"train.epochs={epochs}", f"run.rounds={rounds}", "engine.device=cpu"),
     ]
     assembly = assemble(load_settings("demo", own))
-    parts = [np.asarray(part) for part in assembly.clients]
+    parts = [np.asarray(part) for part in assembly.clients.values()]
     images = assembly.data.train.images.gather(torch.arange(len(assembly.data.train)), "cpu")
     np.savez(
         folder / "data.npz",

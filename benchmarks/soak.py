@@ -89,7 +89,8 @@ class Soaked:
         net = Model(backbone, self.method.head(backbone.width))
         trained, frozen = net.divide(net.init(torch.Generator().manual_seed(seed)))
         data, ends = make_data(sum(sizes), CLASSES, side, device), list(itertools.accumulate(sizes))
-        clients = [torch.arange(end - n, end).numpy() for n, end in zip(sizes, ends, strict=True)]
+        parts = (torch.arange(end - n, end).numpy() for n, end in zip(sizes, ends, strict=True))
+        clients = dict(enumerate(parts))
         settings = TrainSettings(epochs=1, batch_size=BATCH, optimiser="sgd", lr=LR)
         fast = fast_path(device)
         ways = {"fast": fast, "plain": Means(), "half": Means(half=True)}

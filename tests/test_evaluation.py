@@ -121,7 +121,7 @@ def test_held_out_images_have_the_labels_that_their_owners_annotate() -> None:
     test, train = assembly.data.test, assembly.data.train
     assert test.known is not None
     assert train.known is not None
-    held = np.setdiff1d(np.arange(60), np.concatenate(assembly.clients))
+    held = np.setdiff1d(np.arange(60), np.concatenate(list(assembly.clients.values())))
     assert np.array_equal(test.known, train.known[held])
     assert 0.3 < test.known.mean() < 0.7
     assert built("split.holdout=0.3").data.test.known is None

@@ -143,7 +143,7 @@ def test_central_sees_as_many_images_as_the_cohorts(changes: list[str], tmp_path
     assert [e["images"] for e in central] == [e["images"] for e in federated]
     assert all(not e["dropped"] for e in central)
     assembly = assemble(run.settings)
-    seen = np.bincount(np.concatenate(assembly.clients), minlength=120)
+    seen = np.bincount(np.concatenate(list(assembly.clients.values())), minlength=120)
     assert seen.max() - seen.min() <= 1
     assert seen.sum() == sum(e["images"] for e in federated)
 
@@ -206,15 +206,15 @@ def test_hold_out_takes_the_share_of_each_client_and_leaves_one_image() -> None:
     parts = (np.arange(10), np.arange(10, 13), np.array([13]))
     partition = Partition(parts, images=14, seed=5)
     kept, held = hold_out(partition, 0.3)
-    assert [len(k) for k in kept] == [7, 2, 1]
+    assert [len(k) for k in kept.values()] == [7, 2, 1]
     assert len(held) == 4
-    together = np.sort(np.concatenate([*kept, held]))
+    together = np.sort(np.concatenate([*kept.values(), held]))
     assert together.tolist() == list(range(14))
-    assert all((np.diff(k) > 0).all() for k in kept)
+    assert all((np.diff(k) > 0).all() for k in kept.values())
     _, same = hold_out(partition, 0.3)
     assert (same == held).all()
     assert (hold_out(replace(partition, seed=6), 0.3)[1] != held).any()
-    assert [len(k) for k in hold_out(partition, 0.999)[0]] == [1, 1, 1]
+    assert [len(k) for k in hold_out(partition, 0.999)[0].values()] == [1, 1, 1]
     with pytest.raises(ConfigError, match="no image at all"):
         hold_out(Partition((np.array([0]), np.array([1])), images=2), 0.4)
 
@@ -223,14 +223,14 @@ def test_a_run_with_held_out_images_never_sees_the_test_set() -> None:
     assembly = assemble(load_settings("demo", [*SMALL, "split.holdout=0.25"]))
     plain = assemble(load_settings("demo", SMALL))
     assert assembly.partition.sha256 == plain.partition.sha256
-    trained = {int(i) for part in assembly.clients for i in part}
+    trained = {int(i) for part in assembly.clients.values() for i in part}
     images = assembly.data.train
     held = [i for i in range(len(images)) if i not in trained]
     assert len(assembly.data.test) == len(held)
     shown = assembly.data.test.images.gather(torch.arange(len(held)), "cpu")
     assert torch.equal(shown, images.images.gather(torch.tensor(held), "cpu"))
     assert (assembly.data.test.labels == images.labels[held]).all()
-    for part, own in zip(assembly.clients, plain.clients, strict=True):
+    for part, own in zip(assembly.clients.values(), plain.clients.values(), strict=True):
         assert set(part) < set(own)
 
 

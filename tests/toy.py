@@ -19,7 +19,7 @@ from fedharmony.engine.federation import Federation, FederationSettings
 from fedharmony.engine.means import Means
 from fedharmony.engine.memory import ClientMemory
 from fedharmony.engine.optimise import TrainSettings
-from fedharmony.engine.sampling import draw_schedule
+from fedharmony.engine.sampling import Schedule
 from fedharmony.losses import LossSettings
 from fedharmony.methods.base import Method, Task, methods
 from fedharmony.models.base import Backbone, InputSpec, Model, Shapes, linear
@@ -68,10 +68,11 @@ def toy_data(images: int = 60, classes: int = CLASSES, seed: int = 0) -> Labelle
     return LabelledImages(TensorImages(torch.from_numpy(pixels)), labels.astype(np.uint8))
 
 
-def split(sizes: Sequence[int]) -> list[Index]:
+def split(sizes: Sequence[int]) -> dict[int, Index]:
     """Consecutive images, ``sizes[k]`` for client k."""
     ends = np.cumsum([0, *sizes])
-    return [np.arange(a, b, dtype=np.int64) for a, b in pairwise(ends)]
+    parts = (np.arange(a, b, dtype=np.int64) for a, b in pairwise(ends))
+    return dict(enumerate(parts))
 
 
 @dataclass
@@ -156,7 +157,7 @@ class Toy:
         return Federation(
             self.method,
             self.transport,
-            draw_schedule(self.sizes, self.rounds, cohort, "uniform", self.seed),
+            Schedule(dict(enumerate(self.sizes)), self.rounds, cohort, "uniform", self.seed),
             self.federation,
             self.seed,
             self.epochs,

@@ -38,7 +38,7 @@ class Cohort:
         model: what is trained.
         method: whose client functions are run.
         data: the training images of all clients.
-        clients: per client the indices of its images.
+        clients: by client id, the indices of its images.
         settings: of local training.
         seed: of the run.
         device: where to compute.
@@ -54,7 +54,7 @@ class Cohort:
         model: Model,
         method: Method,
         data: LabelledImages,
-        clients: Sequence[Index],
+        clients: Mapping[int, Index],
         settings: TrainSettings,
         seed: int,
         device: torch.device,

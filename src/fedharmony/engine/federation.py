@@ -108,7 +108,16 @@ class Tally:
 
 @dataclass(frozen=True)
 class Federation:
-    """One method, its clients, and the cohorts of all rounds."""
+    """Runs a method over its clients, round by round.
+
+    Attributes:
+        method: what is sent, and what is made of the replies.
+        transport: how messages reach clients.
+        schedule: the cohort of each round; read when the round begins.
+        settings: who drops out, and how many may fail.
+        seed: of the run.
+        epochs: local epochs, which bound the steps that a client may claim.
+    """
 
     method: Method
     transport: Transport
@@ -124,12 +133,11 @@ class Federation:
         observe: Callable[[Event], None],
         after_round: Callable[[int, Record], None],
     ) -> Record:
-        """Rounds ``start`` … T−1; ``after_round(t, state)`` evaluates and saves."""
-        everyone = [k for k, size in enumerate(self.transport.sizes) if size > 0]
+        """Run rounds ``start`` … T−1; ``after_round(t, state)`` saves and evaluates."""
         for round in range(start, len(self.schedule)):
             began, tally, cohort = time.perf_counter(), Tally(), self.schedule[round]
             for stage in self.method.stages(round):
-                sent = stage.broadcast(state, round, everyone if stage.everyone else cohort)
+                sent = stage.broadcast(state, round, self._everyone() if stage.everyone else cohort)
                 replies = self._replies(stage, state, round, sent, tally)
                 outcome = stage.aggregate(state, round, sent, replies)
                 self._enforce_limit(stage, round, len(sent), tally)
@@ -139,6 +147,10 @@ class Federation:
             observe(tally.event(round, cohort, time.perf_counter() - began))
             after_round(round, state)
         return state
+
+    def _everyone(self) -> list[int]:
+        """All clients that hold images now: one may have joined since the last round."""
+        return sorted(k for k, size in self.transport.sizes.items() if size > 0)
 
     def _replies(
         self, stage: Stage, state: Record, round: int, sent: Mapping[int, Record], tally: Tally

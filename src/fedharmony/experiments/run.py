@@ -6,7 +6,7 @@ import logging
 import math
 import os
 import time
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from contextlib import AbstractContextManager, nullcontext, suppress
 from dataclasses import asdict, dataclass, replace
 from functools import cached_property
@@ -32,7 +32,7 @@ from fedharmony.engine.means import Means
 from fedharmony.engine.memory import SEALS, ClientMemory
 from fedharmony.engine.optimise import TrainSettings
 from fedharmony.engine.room import StackRule, Trial
-from fedharmony.engine.sampling import cohort_size, draw_schedule, gathered_rounds
+from fedharmony.engine.sampling import Schedule, cohort_size, gathered_rounds
 from fedharmony.errors import CheckpointError, ConfigError, FedHarmonyError, Stopped
 from fedharmony.experiments.binding import Binding, bind
 from fedharmony.experiments.folder import EventLog, RunFolder, Saved, environment, jsonable
@@ -150,10 +150,10 @@ class Assembly:
     settings: Settings
     data: DataSet
     partition: Partition
-    clients: Sequence[Index]  # what each client trains on: its part, less what is held out
+    clients: Mapping[int, Index]  # what each client trains on: its part, less what is held out
     model: Model
     method: Method
-    schedule: list[list[int]]
+    schedule: Sequence[Sequence[int]]
     device: torch.device
     means: Means
     bound: Binding  # what all this was made of
@@ -306,8 +306,8 @@ def as_annotated(train: LabelledImages, partition: Partition, settings: Settings
 
 
 def in_one_place(
-    settings: Settings, pool: Sequence[Index], schedule: Sequence[Sequence[int]]
-) -> tuple[list[Index], list[list[int]]]:
+    settings: Settings, pool: Mapping[int, Index], schedule: Sequence[Sequence[int]]
+) -> tuple[dict[int, Index], list[list[int]]]:
     """The rounds of one party with the images of all clients: what each trains on, and cohorts.
 
     Round t is a client of its own, which nobody remembers: so its images can be counted out.
@@ -317,11 +317,11 @@ def in_one_place(
             f"federation.central = true trains in one place, where {settings.method_name!r} has no "
             f"meaning. Set run.method = {CENTRAL_METHOD!r}."
         )
-    sizes = [len(index) for index in pool]
+    sizes = {k: len(index) for k, index in pool.items()}
     rate, seed = settings.federation.drop_rate, settings.run.seed
-    images = np.sort(np.concatenate(pool))
+    images = np.sort(np.concatenate(list(pool.values())))
     rounds = gathered_rounds(images, sizes, schedule, settings.training.epochs, rate, seed)
-    return rounds, [[t] if len(part) else [] for t, part in enumerate(rounds)]
+    return dict(enumerate(rounds)), [[t] if len(part) else [] for t, part in enumerate(rounds)]
 
 
 def load_data(settings: Settings, observe: Observer, partition_file: Path | None) -> DataSet:
@@ -378,7 +378,7 @@ def assemble(
     loaded = data or load_data(settings, observe, partition_file)
     data = on_device(loaded, device)
     partition = draw_partition(settings, data.train.labels, data.train.users, partition_file)
-    clients: Sequence[Index] = partition.indices
+    clients = dict(enumerate(partition.indices))
     held = None
     if settings.split.common.holdout > 0:
         clients, held = hold_out(partition, settings.split.common.holdout)
@@ -406,10 +406,12 @@ def assemble(
         unknown_labels=seen.train.known is not None,
     )
     method = methods[settings.method_name](settings.method_config(), task)
-    sizes = [len(index) for index in clients]
-    holders = sum(size > 0 for size in sizes)
+    sizes = {k: len(index) for k, index in clients.items()}
+    holders = sum(size > 0 for size in sizes.values())
     cohort = cohort_size(holders, federation.participation, federation.cohort)
-    schedule = draw_schedule(sizes, run.rounds, cohort, federation.sampling, run.seed)
+    schedule: Sequence[Sequence[int]] = Schedule(
+        sizes, run.rounds, cohort, federation.sampling, run.seed
+    )
     if federation.central:
         clients, schedule = in_one_place(settings, clients, schedule)
     model = Model(backbone, method.head(backbone.width))
@@ -433,16 +435,16 @@ def assemble(
     )
 
 
-def hold_out(partition: Partition, share: float) -> tuple[list[Index], Index]:
+def hold_out(partition: Partition, share: float) -> tuple[dict[int, Index], Index]:
     """What each client keeps, and what is held out of all of them; one image stays at least.
 
     Drawn with the split's own seed: the same for every method and run seed.
     """
-    kept, held = [], []
+    kept, held = {}, []
     for client, own in enumerate(partition.indices):
         order = numpy_rng(partition.seed, "holdout", client=client).permutation(own)
         cut = min(round(share * len(own)), len(own) - 1)
-        kept.append(np.sort(order[cut:]))
+        kept[client] = np.sort(order[cut:])
         held.append(order[:cut])
     pool = np.sort(np.concatenate(held))
     if not len(pool):

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Iterator, Mapping
 from typing import Protocol
 
 from fedharmony.methods.base import Stage
@@ -18,10 +18,10 @@ class Transport(Protocol):
     that hangs there (an image on a network disk that is gone) hangs the run.
 
     Attributes:
-        sizes: number of images of each client, by client id 0..K−1.
+        sizes: number of images of each client, by its id. It may grow between rounds.
     """
 
-    sizes: Sequence[int]
+    sizes: Mapping[int, int]
 
     def exchange(
         self, stage: Stage, round: int, messages: Mapping[int, Record]
