@@ -38,7 +38,7 @@ from fedharmony.engine.federation import Federation, FederationSettings
 from fedharmony.engine.means import Means
 from fedharmony.engine.optimise import TrainSettings
 from fedharmony.engine.room import Trial
-from fedharmony.experiments.run import choose_means
+from fedharmony.experiments.machine import choose_means
 from fedharmony.experiments.settings import EngineSettings
 from fedharmony.methods.base import Task, methods
 from fedharmony.models.base import InputSpec, Model, models

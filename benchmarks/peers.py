@@ -30,7 +30,7 @@ from typing import Any
 import numpy as np
 import torch
 
-from fedharmony.experiments.run import assemble
+from fedharmony.experiments.build import assemble
 from fedharmony.experiments.settings import load_settings
 
 HERE = Path(__file__).parent
@@ -65,10 +65,10 @@ def write_task(folder: Path, changes: list[str], epochs: int, rounds: int) -> in
         order=np.concatenate(parts),
         ends=np.cumsum([len(part) for part in parts]),
     )
-    sizes = {"rounds": rounds, "cohort": len(assembly.schedule[0]), "epochs": epochs}
+    sizes = {"rounds": rounds, "cohort": len(assembly.blueprint.schedule[0]), "epochs": epochs}
     (folder / "task.json").write_text(json.dumps({**sizes, "batch": BATCH, "lr": LR}))
     (folder / "settings.json").write_text(json.dumps(own))
-    return assembly.model.num_parameters
+    return assembly.blueprint.model.num_parameters
 
 
 def memory(tag: str) -> int:

@@ -36,7 +36,7 @@ from fedharmony.engine.cohort import Cohort
 from fedharmony.engine.means import Means
 from fedharmony.engine.optimise import TrainSettings
 from fedharmony.engine.room import Trial
-from fedharmony.experiments.run import choose_means
+from fedharmony.experiments.machine import choose_means
 from fedharmony.experiments.settings import EngineSettings
 from fedharmony.methods.base import Task, methods
 from fedharmony.models.base import InputSpec, Model, models

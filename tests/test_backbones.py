@@ -15,7 +15,8 @@ from safetensors.torch import save_file
 
 from fedharmony.engine.memory import ClientMemory
 from fedharmony.errors import ConfigError
-from fedharmony.experiments.run import assemble
+from fedharmony.experiments.build import assemble
+from fedharmony.experiments.evaluate import evaluate
 from fedharmony.experiments.settings import load_settings
 from fedharmony.methods.base import methods
 from fedharmony.models import hub
@@ -263,4 +264,4 @@ def test_every_method_trains_a_timm_backbone(name: str) -> None:
         n for n, t in state.get("params").items() if not torch.equal(t, start.get("params")[n])
     ]
     assert any(n.startswith(PREFIX) for n in moved)
-    assert 0 < assembly.evaluate(state).metrics.as_dict()["mAP"] <= 1
+    assert 0 < evaluate(assembly, state).metrics.as_dict()["mAP"] <= 1

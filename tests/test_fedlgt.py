@@ -21,8 +21,8 @@ from fedharmony.data.base import LabelledImages
 from fedharmony.engine.optimise import clip_gradients
 from fedharmony.errors import CheckpointError, ConfigError, DataError
 from fedharmony.experiments import run as runs
+from fedharmony.experiments.build import assemble
 from fedharmony.experiments.folder import RunFolder
-from fedharmony.experiments.run import assemble
 from fedharmony.experiments.settings import built_in_configs, load_settings
 from fedharmony.losses import Batch, LossSettings
 from fedharmony.methods.base import Task

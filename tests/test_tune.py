@@ -18,9 +18,10 @@ from fedharmony.config import build
 from fedharmony.errors import CheckpointError, ConfigError
 from fedharmony.experiments import run as runs
 from fedharmony.experiments import tune
+from fedharmony.experiments.build import assemble, hold_out
 from fedharmony.experiments.compare import Planned, plan
 from fedharmony.experiments.folder import RunFolder
-from fedharmony.experiments.run import assemble, hold_out, resume, start
+from fedharmony.experiments.run import resume, start
 from fedharmony.experiments.settings import Settings, built_in_configs, load_settings
 from fedharmony.experiments.tune import Search
 from fedharmony.methods.base import methods
@@ -154,14 +155,14 @@ def test_central_knows_every_label_and_the_images_as_they_are(tmp_path: Path) ->
     plain = assemble(load_settings("demo", SMALL)).data.train
     central = assemble(plan(demo, ["central"], [0], tmp_path)[0].settings)
     assert central.data.train.known is None
-    assert not central.method.task.unknown_labels
+    assert not central.blueprint.method.task.unknown_labels
     index = torch.arange(20)
     cpu = torch.device("cpu")
     assert torch.equal(
         central.data.train.images.gather(index, cpu), plain.images.gather(index, cpu)
     )
     federated = assemble(demo)
-    assert federated.method.task.unknown_labels
+    assert federated.blueprint.method.task.unknown_labels
     assert not torch.equal(
         federated.data.train.images.gather(index, cpu), plain.images.gather(index, cpu)
     )

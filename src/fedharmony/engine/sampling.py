@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Literal, overload
 
@@ -88,33 +88,38 @@ class Schedule(Sequence[list[int]]):
         return sorted(int(k) for k in rng.choice(eligible, self.cohort, replace=False, p=chance))
 
 
-def gathered_rounds(
-    pool: Sequence[int] | Index,
+def images_of_rounds(
     sizes: Mapping[int, int],
-    schedule: Sequence[Sequence[int]],
+    schedule: Iterable[Sequence[int]],
     epochs: int,
     drop_rate: float,
     seed: int,
-) -> list[Index]:
-    """What one party that holds all images trains on in each round, in the place of the cohorts.
+) -> list[int]:
+    """The images that each round's cohort sees in its epochs, without clients that drop out.
 
-    As many images as the cohort's clients that do not drop out see in their epochs, taken from the
-    images in random order, over and over: all are seen equally often, up to one.
-
-    >>> parts = gathered_rounds(range(4), {0: 3, 1: 1}, [[0], [0, 1]], 2, 0.0, seed=0)
-    >>> [len(part) for part in parts], sorted(np.bincount(np.concatenate(parts)).tolist())
-    ([6, 8], [3, 3, 4, 4])
+    >>> images_of_rounds({0: 3, 1: 1}, [[0], [0, 1]], epochs=2, drop_rate=0.0, seed=0)
+    [6, 8]
     """
-    images = np.asarray(pool, dtype=np.int64)
-    counts = [
+    return [
         epochs * sum(sizes[k] for k in cohort if not drops_out(drop_rate, seed, t, k))
         for t, cohort in enumerate(schedule)
     ]
+
+
+def gathered_rounds(pool: Index, counts: Sequence[int], seed: int) -> list[Index]:
+    """What one party that holds all images trains on in each round: so many images as ``counts``.
+
+    They are taken from the images in random order, over and over: all are seen equally often, up
+    to one.
+
+    >>> parts = gathered_rounds(np.arange(4), [6, 8], seed=0)
+    >>> [len(part) for part in parts], sorted(np.bincount(np.concatenate(parts)).tolist())
+    ([6, 8], [3, 3, 4, 4])
+    """
     passes = [
-        numpy_rng(seed, "central", i).permutation(images)
-        for i in range(-(-sum(counts) // len(images)))
+        numpy_rng(seed, "central", i).permutation(pool) for i in range(-(-sum(counts) // len(pool)))
     ]
-    stream = np.concatenate([*passes, images[:0]])
+    stream = np.concatenate([*passes, pool[:0]])
     return np.split(stream[: sum(counts)], np.cumsum(counts)[:-1])
 
 

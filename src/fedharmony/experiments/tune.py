@@ -18,9 +18,10 @@ from fedharmony.config import to_toml, tree_of
 from fedharmony.data.base import DataSet
 from fedharmony.engine.checkpoint import write_file
 from fedharmony.errors import ConfigError
+from fedharmony.experiments.build import Observer
 from fedharmony.experiments.compare import Planned, execute, names_of, rehearse
 from fedharmony.experiments.folder import RunFolder, folder_name
-from fedharmony.experiments.run import Observer, with_threads
+from fedharmony.experiments.machine import with_threads
 from fedharmony.experiments.settings import Component, Settings
 from fedharmony.files import refuse_if_held
 from fedharmony.methods.base import methods
