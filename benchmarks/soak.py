@@ -102,7 +102,7 @@ class Soaked:
             params = {**trained, **frozen}
             rule = Trial(net, params, means, device, BATCH, (3, side, side)).rule()
             self.ways[name] = InProcess(cohort, rule)
-        state = self.method.init_state(trained, {})
+        state = self.method.init_state(trained, backbone.init_buffers())
         self.state: Record = (state.replace({FROZEN: frozen}) if frozen else state).to(device)
 
     def rounds(self, count: int) -> Iterator[dict[str, float]]:

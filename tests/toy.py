@@ -99,6 +99,7 @@ class Toy:
     method_class: type[Method] | None = None
     data: LabelledImages | None = None
     device: str = "cpu"
+    backbone: Backbone | None = None
 
     def __post_init__(self) -> None:
         self.data = self.data or toy_data(sum(self.sizes))
@@ -112,7 +113,7 @@ class Toy:
             batch_size=self.batch_size,
             epochs=self.epochs,
             seed=self.seed,
-            width=8,
+            width=8 if self.backbone is None else self.backbone.width,
             lr=self.lr,
             optimiser=self.optimiser,
             loss=self.loss,
@@ -122,7 +123,7 @@ class Toy:
         cls = self.method_class or methods[self.name]
         config = {**SMALL.get(self.name, {}), **(self.config or {})}
         self.method = cls(cls.Config(**config), self.task)
-        backbone = Pixels(InputSpec(*self.data.images.shape))
+        backbone = self.backbone or Pixels(InputSpec(*self.data.images.shape))
         self.model = Model(backbone, self.method.head(backbone.width))
         settings = TrainSettings(
             epochs=self.epochs, batch_size=self.batch_size, lr=self.lr, optimiser=self.optimiser
@@ -150,7 +151,8 @@ class Toy:
 
     def initial(self) -> Record:
         trained, frozen = self.parameters()
-        return self.method.init_state(trained, {}).replace({FROZEN: frozen}).to(self.device)
+        buffers = self.model.backbone.init_buffers()
+        return self.method.init_state(trained, buffers).replace({FROZEN: frozen}).to(self.device)
 
     def loop(self) -> Federation:
         cohort = self.cohort or len(self.sizes)

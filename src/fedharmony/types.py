@@ -19,8 +19,9 @@ Scalar: TypeAlias = bool | int | float | str
 Index: TypeAlias = npt.NDArray[np.int64]
 Labels: TypeAlias = npt.NDArray[np.uint8]
 
-#: Groups that every method uses. Parameters and buffers are kept apart (they average differently).
-#: Frozen tensors are part of the server's state but never travel: every party makes them itself.
+#: Groups that every method uses. Parameters are trained. Buffers are what training changes beside
+#: them (running statistics): they travel and are averaged, and no optimiser touches them. Frozen
+#: tensors are part of the server's state but never travel: every party makes them itself.
 PARAMS = "params"
 BUFFERS = "buffers"
 FROZEN = "frozen"

@@ -219,8 +219,7 @@ class Federation:
 def problem(record: Record, expected: Forms, finite: bool | None = None) -> str | None:
     """Why a reply cannot be used, or None: a tensor that is missing, or has not the form expected.
 
-    ``finite`` says that values are known to be finite; otherwise they are looked at. Buffers may be
-    left out.
+    ``finite`` says that values are known to be finite; otherwise they are looked at.
 
     >>> expected = {"params": {"w": Form((1,), low=0.0)}}
     >>> problem(Record({"params": {"w": torch.tensor([float("nan")])}}), expected)
@@ -234,8 +233,7 @@ def problem(record: Record, expected: Forms, finite: bool | None = None) -> str 
         if group not in expected and record.get(group):
             return f"group {group!r} was not asked for"
     for group, forms in expected.items():
-        tensors = record.get(group)
-        if (reason := _misformed(group, tensors, forms)) and (tensors or group != BUFFERS):
+        if (reason := _misformed(group, record.get(group), forms)) is not None:
             return reason
     if (reason := _out_of_range(record, expected, finite)) is not None:
         return reason

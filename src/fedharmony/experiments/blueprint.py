@@ -73,7 +73,7 @@ class Blueprint:
     def initial_state(self) -> Record:
         """The server's state before round 0."""
         trained, frozen = self.parameters
-        state = self.method.init_state(trained, {})
+        state = self.method.init_state(trained, self.model.backbone.init_buffers())
         return state.replace({FROZEN: frozen}) if frozen else state
 
     def refuse_other_constants(self, state: Record, rounds_done: int) -> None:

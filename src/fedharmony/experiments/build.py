@@ -135,6 +135,8 @@ def assemble(
     else:
         images = np.sort(np.concatenate(list(clients.values())))
         clients = dict(enumerate(gathered_rounds(images, plan.gathered, settings.run.seed)))
+    backbone = plan.model.backbone
+    means = choose_means(settings.engine, device, backbone.elements(), plan.images)
     return Assembly(
         blueprint=plan,
         loaded=loaded,
@@ -142,7 +144,7 @@ def assemble(
         partition=partition,
         clients=clients,
         device=device,
-        means=choose_means(settings.engine, device, plan.model.backbone.elements(), plan.images),
+        means=means.exact() if backbone.mixes_images else means,
         bound=bind(loaded, partition, draft.held_out),
     )
 
