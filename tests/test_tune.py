@@ -14,7 +14,6 @@ import pytest
 import torch
 
 import fedharmony
-from fedharmony.config import build
 from fedharmony.errors import CheckpointError, ConfigError
 from fedharmony.experiments import run as runs
 from fedharmony.experiments import tune
@@ -22,9 +21,8 @@ from fedharmony.experiments.build import assemble, hold_out
 from fedharmony.experiments.compare import Planned, plan
 from fedharmony.experiments.folder import RunFolder
 from fedharmony.experiments.run import resume, start
-from fedharmony.experiments.settings import Settings, built_in_configs, load_settings
+from fedharmony.experiments.settings import Settings, load_settings
 from fedharmony.experiments.tune import Search
-from fedharmony.methods.base import methods
 from fedharmony.partition.base import Partition
 from fedharmony.report.page import write_report
 
@@ -41,32 +39,13 @@ def test_files_are_laid_on_top_of_each_other_then_come_assignments(tmp_path: Pat
     more = str(tmp_path / "more.toml")
     settings = load_settings("demo", ["run.method=fedprox", more, "run.seed=3"])
     assert (settings.run.rounds, settings.run.seed, settings.train.batch_size) == (7, 3, 16)
-    assert settings.method_config().mu == 0.5
+    assert settings.method_config.mu == 0.5
     assert load_settings("demo", [more, "run.rounds=9"]).run.rounds == 9  # whatever the order
     assert load_settings("demo", ["run.rounds=9", more]).run.rounds == 9
     odd = tmp_path / "lr=0.1"
     odd.mkdir()
     (odd / "more.toml").write_text("[run]\nrounds = 4\n")
     assert load_settings("demo", [str(odd / "more.toml")]).run.rounds == 4
-
-
-@pytest.mark.parametrize("name", methods.names())
-def test_every_method_has_a_config_file_that_lists_its_settings(name: str) -> None:
-    """The file holds the defaults themselves, and the grid that ``tune`` uses."""
-    if methods[name].__module__ != f"fedharmony.methods.{name}":
-        pytest.skip("not a method of the package")
-    path = built_in_configs()[f"methods/{name}"]
-    tree = tomllib.loads(path.read_text())
-    own = tree.get("methods", {}).get(name, {})
-    config = methods[name].Config
-    assert tree["run"]["method"] == name
-    assert build(config, own, name) == config()
-    text = path.read_text()
-    for setting in config.__dataclass_fields__:
-        assert setting in text, f"{setting} is not in {path.name}"
-    grid = {key: tuple(values) for key, values in tree.get("tune", {}).get(name, {}).items()}
-    assert grid == dict(methods[name].search)
-    load_settings("demo", [f"methods/{name}"])
 
 
 def test_a_method_may_have_its_own_optimiser_settings() -> None:
@@ -246,7 +225,7 @@ def fake_scores(
 
     def execute(planned: list[Planned], observer: Any, data: Any) -> list[dict[str, Any]]:
         (run,) = planned
-        config = run.settings.method_config()
+        config = run.settings.method_config
         key = (run.settings.training.lr, getattr(config, "mu", None))
         seen.append((run.label, *key, run.settings.split.common.holdout, run.settings.run.rounds))
         return [{"metrics": {"mAP": scores.get(key, 0.0)}}]
@@ -291,7 +270,7 @@ def test_first_the_rate_then_the_setting(monkeypatch: pytest.MonkeyPatch, tmp_pa
     record = json.loads((tmp_path / "tune.json").read_text())
     assert len(record["trials"]) == 8
     best = load_settings("demo", [str(tmp_path / "tuned.toml"), "run.method=fedprox"])
-    assert (best.training.lr, best.method_config().mu) == (0.01, 0.1)
+    assert (best.training.lr, best.method_config.mu) == (0.01, 0.1)
     assert best.split.common.holdout == 0.0
 
 

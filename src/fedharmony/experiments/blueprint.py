@@ -144,7 +144,7 @@ def blueprint(settings: Settings, facts: Facts) -> Blueprint:
         std=backbone.std,
         unknown_labels=facts.unknown_labels,
     )
-    method = methods[settings.method_name](settings.method_config(), task)
+    method = methods[settings.method_name](settings.method_config, task)
     model = Model(backbone, method.head(backbone.width))
     refuse_too_large(model.num_parameters)
     holders = sum(size > 0 for size in facts.sizes.values())

@@ -234,8 +234,8 @@ def draw_partition(
 ) -> Partition:
     """The split of the training images: from a file, or drawn."""
     split = settings.split.common
-    if file is not None or split.file is not None:
-        partition = Partition.load(Path(file or split.file), len(labels))
+    if chosen := file or split.file:
+        partition = Partition.load(Path(chosen), len(labels))
         if split.clients is not None and len(partition.indices) != split.clients:
             raise ConfigError(
                 f"The partition file holds {len(partition.indices)} clients, but split.clients = "

@@ -85,7 +85,7 @@ def rehearse(runs: Sequence[Planned], observe: Observer) -> DataSet:
     built: dict[str, Binding] = {}
     for run in runs:
         refuse_if_held(run.folder.path)
-        kind = repr((run.label, run.settings.method_config()))
+        kind = repr((run.label, run.settings.method_config))
         if kind not in built:
             assembly = assemble(run.settings, data=data, observe=observe)
             assembly.initial_state()

@@ -117,7 +117,6 @@ class Search:
             split=Component(common, base.split.own),
             methods={**base.methods, method: own},
         )
-        settings.method_config()
         name = "_".join([f"lr={lr:g}", *(f"{key}={value}" for key, value in changes.items())])
         return Planned(settings, RunFolder(self.out / "trials" / method / folder_name(name)))
 
@@ -181,7 +180,7 @@ class Search:
         setting, value, default = None, None, None
         if grid := self.grid(method):
             setting, values = grid
-            default = getattr(self.settings.with_run(method).method_config(), setting)
+            default = getattr(self.settings.with_run(method).method_config, setting)
             by_value = {default: best} | {
                 v: score(method, lr, {setting: v}) for v in values if v != default
             }

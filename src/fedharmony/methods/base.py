@@ -205,8 +205,12 @@ class Method:
     """Base of all methods; by itself it is FedAvg's behaviour."""
 
     name: ClassVar[str] = ""
-    #: Frozen dataclass of the method's settings.
-    Config: ClassVar[type[Any]]
+
+    @dataclass(frozen=True)
+    class Config:
+        """A method's settings; a subclass inherits from this, and states ``config: Config``."""
+
+    config: Config
     #: Named bundles of settings; the first is the default, ``name:preset`` selects another.
     presets: ClassVar[Mapping[str, Mapping[str, Any]]] = {"default": {}}
     #: One setting and the values ``fedharmony tune`` tries for it.
@@ -221,7 +225,7 @@ class Method:
     #: Largest norm of a client's gradient; None leaves it alone.
     max_grad_norm: float | None = None
 
-    def __init__(self, config: Any, task: Task) -> None:
+    def __init__(self, config: Config, task: Task) -> None:
         self.config = config
         self.task = task
 
@@ -229,7 +233,7 @@ class Method:
         cls.draws, cls.pulls = cls.draw is not Method.draw, cls.pull is not Method.pull
 
     @classmethod
-    def suffix(cls, config: Any) -> str:
+    def suffix(cls, config: Config) -> str:
         """Added to the name wherever results are shown, for settings that change what it means."""
         return ""
 

@@ -87,7 +87,7 @@ class FedHarmony(Method):
     """Consensus correlation teacher and quality-aware aggregation (Kou et al., CVPR 2026)."""
 
     @dataclass(frozen=True)
-    class Config:
+    class Config(Method.Config):
         """Settings of FedHarmony; the paper's parts A, B and C switch independently.
 
         Attributes:
@@ -178,6 +178,8 @@ class FedHarmony(Method):
                     "consensus = 'pooled' needs normaliser = 'phi': joint probabilities cannot be "
                     "recovered from a Pearson matrix. Change one of the two."
                 )
+
+    config: Config
 
     presets: ClassVar[Mapping[str, Mapping[str, Any]]] = {
         "recommended": {},

@@ -50,7 +50,7 @@ class Backbone(ABC):
     """Images to features; holds settings, never tensors.
 
     Attributes:
-        Config: frozen dataclass of the settings.
+        config: the settings; a subclass has its own ``Config``, which inherits from this one.
         name: registered name.
         stackable: whether more than one client may be applied at a time.
         mixes_images: whether images of a batch influence each other in training, as batch
@@ -62,7 +62,11 @@ class Backbone(ABC):
         std: per-channel standard deviation of the expected input normalisation.
     """
 
-    Config: ClassVar[type[Any]]
+    @dataclass(frozen=True)
+    class Config:
+        """Settings of the backbone."""
+
+    config: Config
     name: ClassVar[str]
     stackable: ClassVar[bool] = True
     mixes_images: bool = False
@@ -74,7 +78,7 @@ class Backbone(ABC):
     std: tuple[float, float, float]
 
     @abstractmethod
-    def __init__(self, config: Any, input: InputSpec) -> None:
+    def __init__(self, config: Config, input: InputSpec) -> None:
         """Check that ``config`` fits the images; raise ConfigError with advice if it does not."""
 
     @abstractmethod

@@ -39,7 +39,7 @@ class TimmBackbone(Backbone):
     stackable = False
 
     @dataclass(frozen=True)
-    class Config:
+    class Config(Backbone.Config):
         """Settings of a timm backbone.
 
         Attributes:
@@ -54,6 +54,8 @@ class TimmBackbone(Backbone):
         weights: FilePath | None = None
         mean: tuple[float, float, float] | None = None
         std: tuple[float, float, float] | None = None
+
+    config: Config
 
     def __init__(self, config: Config, input: InputSpec) -> None:
         self.config, self.input = config, input
