@@ -1,4 +1,10 @@
-"""The round loop. It knows stages, never methods; messages, never where clients are."""
+"""The round loop. It knows stages, never methods; messages, never where clients are.
+
+A round is a list of stages, mostly one. In each, the method makes a message for every client of the
+cohort (``broadcast``), the transport brings replies back (``exchange``), and the method folds them
+into the server's state (``aggregate``). What is between the two is here: who drops out, which
+replies are believed (:func:`problem`), how many may fail, and what a round's event says.
+"""
 
 from __future__ import annotations
 

@@ -164,7 +164,7 @@ class Stage:
     """One exchange with clients.
 
     Attributes:
-        name: shown in logs and errors.
+        name: unique within a round; clients elsewhere find the stage by it, and logs show it.
         broadcast: makes the messages.
         aggregate: folds the replies.
         train: whether clients train before the sweep; if so they return their model.
@@ -250,7 +250,7 @@ class Method:
         return Record({PARAMS: params, BUFFERS: buffers})
 
     def stages(self, round: int) -> Sequence[Stage]:
-        """The exchanges of a round."""
+        """The exchanges of a round, in order; the same on every side that asks with a round."""
         return [Stage("update", self.broadcast, self.aggregate, sweep=self.sweep())]
 
     def broadcast(self, state: Record, round: int, clients: Sequence[int]) -> Mapping[int, Record]:
