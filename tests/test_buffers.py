@@ -139,6 +139,23 @@ def test_passes_without_training_read_running_statistics_and_leave_them(train: b
     assert sent[1].get(BUFFERS)["norm.mean"].tolist() == [0, 0, 0]
 
 
+def test_gradients_per_image_are_taken_with_running_statistics() -> None:
+    """FedCurv's Fisher information after one batch of greys 200, mean 100 and variance 1/2.
+
+    Features are 100 / √(0.5 + 1e-5) = x for each channel; the gradient of the weight that reads
+    one is x times that of the bias, and Fisher information x² times.
+    """
+    toy = brightness("fedcurv", config={"clip_quantile": 1.0}, epochs=1)
+    stage = toy.method.stages(0)[0]
+    (reply,) = toy.transport.exchange(stage, 0, stage.broadcast(toy.initial(), 0, [1]))
+    (group,) = [g for g in reply.record.groups if g not in (PARAMS, BUFFERS)]
+    fisher = {n: t for n, t in reply.record.get(group).items() if "head" in n}
+    weight = next(t for n, t in fisher.items() if n.endswith("head.weight"))
+    bias = next(t for n, t in fisher.items() if n.endswith("head.bias"))
+    squared = 100**2 / (0.5 + 1e-5)
+    torch.testing.assert_close(weight, squared * bias.unsqueeze(-1).expand(2, 3), rtol=1e-3, atol=0)
+
+
 def test_a_reply_without_its_running_statistics_is_refused() -> None:
     forms = {PARAMS: {}, BUFFERS: {"mean": Form((1,))}}
     assert problem(Record({BUFFERS: {"mean": torch.ones(1)}}), forms) is None

@@ -186,9 +186,9 @@ def opinion() -> Tensor:
 def test_doubted_labels_are_unknown(ca_mle: str, expected: list[list[int]]) -> None:
     """Every image's, the first image's of the batch, nobody's."""
     lgt = method(ca_mle=ca_mle)
-    assert lgt.consults == (ca_mle != "off")
+    assert lgt.asks_received_model == (ca_mle != "off")
     batch = batch_of(LABELS, [ALMOST_ONE] * 3)
-    assert states(lgt, batch, opinion() if lgt.consults else None) == expected
+    assert states(lgt, batch, opinion() if lgt.asks_received_model else None) == expected
 
 
 def test_the_first_image_of_each_client() -> None:

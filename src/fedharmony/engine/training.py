@@ -213,7 +213,7 @@ class Trainer:
                 self._constants(lanes),
                 fixed=True,
             )
-        state.message.fill(message, model=self.method.consults or self.method.pulls)
+        state.message.fill(message, model=self.method.asks_received_model or self.method.pulls)
         for name, tensors in groups.items():
             state.keep(name, tensors, len(clients))
         return state
@@ -269,10 +269,10 @@ class Trainer:
         if self.changes.active:
             pixels = augment(self.changes, pixels, given.changes)
         images = self._show(pixels, groups, dims, given.draws, self.means.product_dtype(dtype))
-        inputs = over_clients(method.inputs, (0, dims, 0 if method.consults else None))
+        inputs = over_clients(method.inputs, (0, dims, 0 if method.asks_received_model else None))
         with self.means.autocast(data.device):
             opinion = None
-            if method.consults:
+            if method.asks_received_model:
                 with torch.no_grad():
                     theirs = {**received, **narrow(state.message.stacked(BUFFERS), width)}
                     opinion = self.model.apply({**theirs, **constants}, images).to(dtype)

@@ -41,7 +41,7 @@ class Trial:
 
 
 @dataclass(frozen=True)
-class Found:
+class BestSettings:
     """The best settings of one method.
 
     Attributes:
@@ -141,7 +141,7 @@ class Search:
         self,
         observer: Callable[[int, Planned], Observer],
         observe: Observer = lambda event: None,
-    ) -> list[Found]:
+    ) -> list[BestSettings]:
         """All methods, one after the other; ``tune.json`` and ``tuned.toml`` grow with them.
 
         ``observer(i, run)`` gives the observer of the i-th trial, ``observe`` is that of what comes
@@ -153,9 +153,9 @@ class Search:
 
     def _search_all(
         self, observer: Callable[[int, Planned], Observer], data: DataSet
-    ) -> list[Found]:
+    ) -> list[BestSettings]:
         trials: list[Trial] = []
-        found: list[Found] = []
+        found: list[BestSettings] = []
 
         def score(method: str, lr: float, changes: Mapping[str, Any]) -> float:
             planned, number = self.trial(method, lr, changes), len(trials)
@@ -172,7 +172,7 @@ class Search:
 
     def _search(
         self, method: str, score: Callable[[str, float, Mapping[str, Any]], float]
-    ) -> Found:
+    ) -> BestSettings:
         rates = self.rates()
         by_rate = {lr: score(method, lr, {}) for lr in rates}
         lr = _best(by_rate)
@@ -190,9 +190,9 @@ class Search:
             if all(isinstance(v, int | float) for v in values) and _at_edge(chosen, values):
                 edges.append(setting)
         start = by_rate.get(self.settings.train.lr)
-        return Found(method, lr, setting, value, default, best, start, tuple(edges))
+        return BestSettings(method, lr, setting, value, default, best, start, tuple(edges))
 
-    def _write(self, found: Sequence[Found], trials: Sequence[Trial]) -> None:
+    def _write(self, found: Sequence[BestSettings], trials: Sequence[Trial]) -> None:
         RunFolder(self.out).write_json(
             "tune.json",
             {

@@ -216,7 +216,7 @@ class Method:
     #: One setting and the values ``fedharmony tune`` tries for it.
     search: ClassVar[Mapping[str, Sequence[Any]]] = {}
     #: Whether the received model scores each batch, without gradient, for :meth:`inputs`.
-    consults: bool = False
+    asks_received_model: bool = False
     #: Whether :meth:`draw` and :meth:`pull` are overridden; set by themselves.
     draws: ClassVar[bool] = False
     pulls: ClassVar[bool] = False
@@ -291,7 +291,7 @@ class Method:
     def inputs(self, batch: Batch, message: Groups, received: Tensor | None) -> Tensors:
         """What the head reads beside the image, (B, ...) each; the loss finds it in its batch.
 
-        ``received`` holds the received model's outputs (B, C) if the method ``consults`` it.
+        ``received`` holds the received model's outputs (B, C) if ``asks_received_model`` is set.
         """
         return {}
 

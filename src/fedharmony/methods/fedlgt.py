@@ -86,7 +86,7 @@ class FedLGT(Method):
 
     def __init__(self, config: Config, task: Task) -> None:
         super().__init__(config, task)
-        self.consults = config.ca_mle != "off"
+        self.asks_received_model = config.ca_mle != "off"
         self.max_grad_norm = config.max_norm
         # In decimals, as written: 0.29 · 100 is 29, not 28.999….
         self.most = int(Decimal(str(config.known_share)) * task.classes)
