@@ -38,7 +38,7 @@ from fedharmony.engine.federation import Federation, FederationSettings
 from fedharmony.engine.means import Means
 from fedharmony.engine.optimise import TrainSettings
 from fedharmony.engine.room import Trial
-from fedharmony.experiments.run import choose_means
+from fedharmony.experiments.machine import choose_means
 from fedharmony.experiments.settings import EngineSettings
 from fedharmony.methods.base import Task, methods
 from fedharmony.models.base import InputSpec, Model, models
@@ -110,7 +110,8 @@ class Run:
         means = choose_means(engine, device, net.backbone.elements(), EVER)
         data = make_data(sum(sizes), classes, side, device)
         ends = np.cumsum(sizes)
-        clients = [np.arange(end - n, end) for n, end in zip(sizes, ends, strict=True)]
+        parts = (np.arange(end - n, end) for n, end in zip(sizes, ends, strict=True))
+        clients = dict(enumerate(parts))
         self.rule = Trial(net, params, means, device, BATCH, (3, side, side)).rule()
         settings = TrainSettings(epochs=EPOCHS, batch_size=BATCH)
         cohort = Cohort(net, self.method, data, clients, settings, 0, device, means=means)

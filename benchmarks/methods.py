@@ -23,7 +23,7 @@ from pathlib import Path
 import torch
 
 from fedharmony.engine.memory import ClientMemory
-from fedharmony.experiments.run import assemble
+from fedharmony.experiments.build import assemble
 from fedharmony.experiments.settings import load_settings
 from fedharmony.methods.base import methods
 from fedharmony.types import Record

@@ -30,7 +30,7 @@ from typing import Any
 import numpy as np
 import torch
 
-from fedharmony.experiments.run import assemble
+from fedharmony.experiments.build import assemble
 from fedharmony.experiments.settings import load_settings
 
 HERE = Path(__file__).parent
@@ -56,7 +56,7 @@ def write_task(folder: Path, changes: list[str], epochs: int, rounds: int) -> in
         *(f"train.epochs={epochs}", f"run.rounds={rounds}", "engine.device=cpu"),
     ]
     assembly = assemble(load_settings("demo", own))
-    parts = [np.asarray(part) for part in assembly.clients]
+    parts = [np.asarray(part) for part in assembly.clients.values()]
     images = assembly.data.train.images.gather(torch.arange(len(assembly.data.train)), "cpu")
     np.savez(
         folder / "data.npz",
@@ -65,10 +65,10 @@ def write_task(folder: Path, changes: list[str], epochs: int, rounds: int) -> in
         order=np.concatenate(parts),
         ends=np.cumsum([len(part) for part in parts]),
     )
-    sizes = {"rounds": rounds, "cohort": len(assembly.schedule[0]), "epochs": epochs}
+    sizes = {"rounds": rounds, "cohort": len(assembly.blueprint.schedule[0]), "epochs": epochs}
     (folder / "task.json").write_text(json.dumps({**sizes, "batch": BATCH, "lr": LR}))
     (folder / "settings.json").write_text(json.dumps(own))
-    return assembly.model.num_parameters
+    return assembly.blueprint.model.num_parameters
 
 
 def memory(tag: str) -> int:

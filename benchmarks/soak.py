@@ -36,7 +36,7 @@ from fedharmony.engine.cohort import Cohort
 from fedharmony.engine.means import Means
 from fedharmony.engine.optimise import TrainSettings
 from fedharmony.engine.room import Trial
-from fedharmony.experiments.run import choose_means
+from fedharmony.experiments.machine import choose_means
 from fedharmony.experiments.settings import EngineSettings
 from fedharmony.methods.base import Task, methods
 from fedharmony.models.base import InputSpec, Model, models
@@ -89,7 +89,8 @@ class Soaked:
         net = Model(backbone, self.method.head(backbone.width))
         trained, frozen = net.divide(net.init(torch.Generator().manual_seed(seed)))
         data, ends = make_data(sum(sizes), CLASSES, side, device), list(itertools.accumulate(sizes))
-        clients = [torch.arange(end - n, end).numpy() for n, end in zip(sizes, ends, strict=True)]
+        parts = (torch.arange(end - n, end).numpy() for n, end in zip(sizes, ends, strict=True))
+        clients = dict(enumerate(parts))
         settings = TrainSettings(epochs=1, batch_size=BATCH, optimiser="sgd", lr=LR)
         fast = fast_path(device)
         ways = {"fast": fast, "plain": Means(), "half": Means(half=True)}
@@ -101,7 +102,7 @@ class Soaked:
             params = {**trained, **frozen}
             rule = Trial(net, params, means, device, BATCH, (3, side, side)).rule()
             self.ways[name] = InProcess(cohort, rule)
-        state = self.method.init_state(trained, {})
+        state = self.method.init_state(trained, backbone.init_buffers())
         self.state: Record = (state.replace({FROZEN: frozen}) if frozen else state).to(device)
 
     def rounds(self, count: int) -> Iterator[dict[str, float]]:

@@ -35,7 +35,10 @@ MODULES = {
     "engine/federation": ["test_engine"],
     "engine/sampling": ["test_engine", "test_tune"],
     "partition/annotation": ["test_splitters", "test_evaluation"],
-    "experiments/run": ["test_evaluation", "test_tune"],
+    "experiments/blueprint": ["test_blueprint", "test_tune"],
+    "experiments/build": ["test_blueprint", "test_evaluation", "test_tune"],
+    "experiments/evaluate": ["test_evaluation"],
+    "experiments/run": ["test_evaluation", "test_tune", "test_binding"],
     "experiments/compare": ["test_tune"],
 }
 SECONDS = 120  # a mutant that takes longer hangs, which somebody would notice

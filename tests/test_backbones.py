@@ -13,11 +13,7 @@ import pytest
 import torch
 from safetensors.torch import save_file
 
-from fedharmony.engine.memory import ClientMemory
 from fedharmony.errors import ConfigError
-from fedharmony.experiments.run import assemble
-from fedharmony.experiments.settings import load_settings
-from fedharmony.methods.base import methods
 from fedharmony.models import hub
 from fedharmony.models.base import InputSpec, Model, stack
 from fedharmony.models.heads import LinearHead
@@ -206,9 +202,8 @@ def test_features_and_tokens_are_timms_own(architecture: str, size: int) -> None
     assert features.shape == (2, 3, backbone.width)
     assert tokens.shape == (2, 3, backbone.patches, backbone.width)
     module = backbone.module
-    module.load_state_dict(
-        {n.removeprefix(PREFIX): t for n, t in {**other, **backbone.init_buffers()}.items()}
-    )
+    own = {n.removeprefix(PREFIX): t for n, t in {**other, **backbone.init_buffers()}.items()}
+    assert not module.load_state_dict(own, strict=False).missing_keys
     torch.testing.assert_close(features[1], module(images[1]))
 
 
@@ -236,8 +231,7 @@ def test_weights_of_a_timm_backbone_with_its_running_statistics(tmp_path: Path) 
     assert all((b == 0.25).all() for b in means)
     model = Model(backbone, LinearHead(backbone.width, 3))
     trained, frozen = model.divide(model.init(torch.Generator()))
-    assert not any("running" in name for name in trained)
-    assert any("running" in name for name in frozen)
+    assert not any("running" in name for name in {**trained, **frozen})
     other = TimmBackbone.Config("resnet18", weights=str(path))
     with pytest.raises(ConfigError, match="another architecture"):
         TimmBackbone(other, InputSpec(3, 32, 32)).init(torch.Generator())
@@ -246,21 +240,3 @@ def test_weights_of_a_timm_backbone_with_its_running_statistics(tmp_path: Path) 
 def test_an_unknown_architecture_is_named() -> None:
     with pytest.raises(ConfigError, match="resnet18"):
         TimmBackbone(TimmBackbone.Config("resnet18x"), InputSpec(3, 32, 32))
-
-
-@pytest.mark.parametrize("name", methods.names())
-def test_every_method_trains_a_timm_backbone(name: str) -> None:
-    small = ["data.train=40", "data.test=20", "split.clients=2", "split.min_size=5"]
-    changes = [*small, "model.name=timm", "model.architecture=resnet10t", "train.epochs=1"]
-    removed = [f"model.{key}=" for key in ("width", "depth", "heads", "patch")]
-    quick = ["run.rounds=2", "engine.threads=1", "methods.fedcurv.fisher_samples=2"]
-    settings = load_settings("demo", [*changes, *removed, *quick, f"run.method={name}"])
-    assembly = assemble(settings)
-    start, events = assembly.initial_state(), list[dict[str, Any]]()
-    state = assembly.federation(ClientMemory()).run(start, 0, events.append, lambda r, s: None)
-    assert not any(e["failures"] for e in events)
-    moved = [
-        n for n, t in state.get("params").items() if not torch.equal(t, start.get("params")[n])
-    ]
-    assert any(n.startswith(PREFIX) for n in moved)
-    assert 0 < assembly.evaluate(state).metrics.as_dict()["mAP"] <= 1

@@ -14,7 +14,7 @@ from collections import Counter
 from collections.abc import Iterator, Mapping
 from dataclasses import dataclass, replace
 from pathlib import Path
-from typing import Any
+from typing import Any, ClassVar
 
 import numpy as np
 import pytest
@@ -29,7 +29,7 @@ from fedharmony.engine.batches import plan_batches
 from fedharmony.engine.checkpoint import digest, from_bytes, load_record, save_record, to_bytes
 from fedharmony.engine.federation import FederationSettings, Tally, problem
 from fedharmony.engine.means import Means
-from fedharmony.engine.sampling import cohort_size, draw_schedule, drops_out
+from fedharmony.engine.sampling import Schedule, cohort_size, drops_out
 from fedharmony.errors import CheckpointError, ClientLimitError, ConfigError
 from fedharmony.losses import Batch, LossSettings, binary_cross_entropy
 from fedharmony.methods.base import Groups, Reads, Stage, Sweep, methods
@@ -216,7 +216,7 @@ def test_a_sweep_reads_what_it_asks_for(stack: int) -> None:
     toy = Toy(dtype=torch.float64)
     assert toy.data is not None
     params = {n: t.unsqueeze(0) for n, t in toy.initial().get(PARAMS).items()}
-    for client, index in enumerate(split(toy.sizes)):
+    for client, index in split(toy.sizes).items():
         pixels = toy.data.images.gather(torch.from_numpy(index), "cpu")
         images = ((pixels.float() - 127.5) / 127.5).double().unsqueeze(0)
         expected = {
@@ -266,7 +266,7 @@ def test_a_sweep_during_training_folds_each_image_of_the_last_epoch_once(means: 
         replies = list(toy.transport.exchange(stage, 0, sent))
     assert all(passes)  # no pass without training
     assert toy.data is not None
-    for reply, own in zip(replies, toy.trainer.data.clients, strict=True):
+    for reply, own in zip(replies, toy.trainer.data.clients.values(), strict=True):
         counts = reply.record.get("counts")
         assert float(counts["rows"]) == len(own)
         assert counts["labels"].tolist() == toy.data.labels[own].sum(0).tolist()
@@ -407,22 +407,33 @@ def test_counters_keep_the_servers_value() -> None:
 
 
 def test_schedule() -> None:
-    sizes = [10, 0, 20, 30, 40]
-    schedule = draw_schedule(sizes, 50, 2, "uniform", seed=3)
-    assert schedule == draw_schedule(sizes, 50, 2, "uniform", seed=3)
-    assert schedule != draw_schedule(sizes, 50, 2, "uniform", seed=4)
-    # A longer run begins with the shorter one's cohorts.
-    assert draw_schedule(sizes, 60, 2, "uniform", seed=3)[:50] == schedule
+    sizes = {0: 10, 1: 0, 2: 20, 5: 30, 7: 40}
+    schedule = list(Schedule(sizes, 50, 2, "uniform", seed=3))
+    assert schedule == list(Schedule(sizes, 50, 2, "uniform", seed=3))
+    assert schedule != list(Schedule(sizes, 50, 2, "uniform", seed=4))
+    # A longer run begins with the shorter one's cohorts; each is drawn by itself.
+    longer = Schedule(sizes, 60, 2, "uniform", seed=3)
+    assert longer[:50] == schedule
+    assert [longer[t] for t in (49, 0)] == [schedule[49], schedule[0]]
     assert all(len(set(c)) == 2 and c == sorted(c) and 1 not in c for c in schedule)
+    assert {k for cohort in schedule for k in cohort} == {0, 2, 5, 7}
     with pytest.raises(ConfigError, match="only 4 have"):
-        draw_schedule(sizes, 1, 5, "uniform", seed=0)
+        Schedule(sizes, 1, 5, "uniform", seed=0)
+
+
+def test_a_client_that_joins_is_drawn_from_then_on() -> None:
+    sizes = {0: 1, 1: 1}
+    schedule = Schedule(sizes, 100, 2, "uniform", seed=0)
+    assert schedule[0] == [0, 1]
+    sizes[9] = 1
+    assert {k for cohort in schedule for k in cohort} == {0, 1, 9}
 
 
 def test_sampling_by_size_follows_sizes() -> None:
     """Cohorts of one: client k is drawn with probability n_k / Σ n = 0.1, 0.9."""
-    counts = Counter(c[0] for c in draw_schedule([10, 90], 2000, 1, "size", seed=0))
+    counts = Counter(c[0] for c in Schedule({0: 10, 1: 90}, 2000, 1, "size", seed=0))
     assert counts[1] / 2000 == pytest.approx(0.9, abs=0.02)
-    even = Counter(c[0] for c in draw_schedule([10, 90], 2000, 1, "uniform", seed=0))
+    even = Counter(c[0] for c in Schedule({0: 10, 1: 90}, 2000, 1, "uniform", seed=0))
     assert even[1] / 2000 == pytest.approx(0.5, abs=0.035)
 
 
@@ -525,6 +536,29 @@ class Unreliable:
             elif how == "missing":
                 answer = replace(answer, record=Record())
             yield answer
+
+
+def test_a_stage_for_everyone_asks_who_joined_since_the_last_round() -> None:
+    """Client 2 has images from round 1 on; until then a stage for everyone asks 0 and 1 only."""
+    toy = Toy(sizes=(5, 4, 3), rounds=2, cohort=1)
+    asked: list[list[int]] = []
+
+    class Later:
+        sizes: ClassVar[dict[int, int]] = {1: 4, 0: 5}
+
+        def exchange(self, stage: Stage, round: int, messages: Mapping[int, Record]) -> Any:
+            asked.append(sorted(messages))
+            self.sizes[2] = 3
+            return toy.transport.exchange(stage, round, messages)
+
+    class Asking(type(toy.method)):  # type: ignore[misc]
+        def stages(self, round: int) -> list[Stage]:
+            return [Stage("update", self.broadcast, self.aggregate, everyone=True)]
+
+    method = Asking(toy.method.config, toy.task)
+    loop = replace(toy.loop(), transport=Later(), method=method)
+    loop.run(toy.initial(), 0, lambda event: None, lambda round, state: None)
+    assert asked == [[0, 1], [0, 1, 2]]
 
 
 def test_clients_are_asked_largest_first_whatever_the_transport() -> None:

@@ -11,11 +11,14 @@ import pytest
 import torch
 
 from fedharmony.correlation import label_correlation
+from fedharmony.experiments import evaluate as evaluating
 from fedharmony.experiments import run as runs
+from fedharmony.experiments.build import Assembly, as_annotated, as_clients_see, assemble
+from fedharmony.experiments.evaluate import evaluate, matrices, owners, summarise
 from fedharmony.experiments.folder import RunFolder
-from fedharmony.experiments.run import Assembly, as_annotated, as_clients_see, assemble, owners
 from fedharmony.experiments.settings import load_settings
-from fedharmony.metrics import evaluate, structure_metrics, trivial_baselines
+from fedharmony.metrics import evaluate as metrics_of
+from fedharmony.metrics import structure_metrics, trivial_baselines
 from fedharmony.partition.annotation import client_known
 from fedharmony.types import PARAMS
 
@@ -44,8 +47,8 @@ def scores_of(assembly: Assembly) -> torch.Tensor:
     test, state = assembly.data.test, assembly.initial_state()
     images = test.images.gather(torch.arange(len(test)), torch.device("cpu"))
     params = {n: t.unsqueeze(0) for n, t in state.get(PARAMS).items()}
-    inputs = assembly.method.normalise(images, {}, {})
-    return assembly.model.apply(params, inputs.unsqueeze(0))[0].sigmoid().detach()
+    inputs = assembly.blueprint.method.normalise(images, {}, {})
+    return assembly.blueprint.model.apply(params, inputs.unsqueeze(0))[0].sigmoid().detach()
 
 
 @pytest.mark.parametrize("batch", [8, 10, 23, 100])
@@ -53,16 +56,16 @@ def test_every_test_image_counts_and_only_known_labels_do(
     batch: int, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """23 images in batches of 8 and 10 leave a last one that is not full."""
-    monkeypatch.setattr(runs, "EVAL_BATCH", batch)
+    monkeypatch.setattr(evaluating, "EVAL_BATCH", batch)
     assembly = with_known(built("metrics.threshold=0.52"))
-    test, found = assembly.data.test, assembly.evaluate(assembly.initial_state())
+    test, found = assembly.data.test, evaluate(assembly, assembly.initial_state())
     scores = scores_of(assembly)
     options = assembly.settings.metrics
-    expected = evaluate(scores, test.labels, options, test.known)
+    expected = metrics_of(scores, test.labels, options, test.known)
     assert found.metrics.n_images == 23
     for name, value in expected.as_dict().items():
         assert found.metrics.as_dict()[name] == pytest.approx(value, abs=1e-6), name
-    unmasked = evaluate(scores, test.labels, options)
+    unmasked = metrics_of(scores, test.labels, options)
     assert abs(unmasked.map - expected.map) > 1e-3
     structure = structure_metrics(scores, test.labels, 0.52, test.known)
     assert found.structure.hard_mean_abs == pytest.approx(structure.hard_mean_abs, abs=1e-6)
@@ -79,7 +82,7 @@ def test_results_are_of_training_prevalence_and_known_labels(tmp_path: Path) -> 
     hidden = rng.random(train.labels.shape) < 0.5
     assembly = replace(assembly, data=replace(assembly.data, train=replace(train, known=~hidden)))
     state = assembly.initial_state()
-    results = runs.summarise(assembly, RunFolder(tmp_path), state, assembly.evaluate(state))
+    results = summarise(assembly, state, evaluate(assembly, state), [])
     test = assembly.data.test
     assert test.known is not None
     share = [train.labels[~hidden[:, c], c].mean() for c in range(train.labels.shape[1])]
@@ -90,7 +93,7 @@ def test_results_are_of_training_prevalence_and_known_labels(tmp_path: Path) -> 
     assert expected.o_map != pytest.approx(of_test.o_map, abs=1e-4)
     positives = (test.labels * test.known).sum(axis=0)
     assert [row["positives"] for row in results["per_label"]] == positives.tolist()
-    shown = runs.matrices(assembly, state, assembly.evaluate(state).structure)
+    shown = matrices(assembly, state, evaluate(assembly, state).structure)
     defined = label_correlation(test.labels, known=test.known)[1]
     assert shown["true_defined"].bool().tolist() == defined.tolist()
 
@@ -121,7 +124,7 @@ def test_held_out_images_have_the_labels_that_their_owners_annotate() -> None:
     test, train = assembly.data.test, assembly.data.train
     assert test.known is not None
     assert train.known is not None
-    held = np.setdiff1d(np.arange(60), np.concatenate(assembly.clients))
+    held = np.setdiff1d(np.arange(60), np.concatenate(list(assembly.clients.values())))
     assert np.array_equal(test.known, train.known[held])
     assert 0.3 < test.known.mean() < 0.7
     assert built("split.holdout=0.3").data.test.known is None
@@ -138,29 +141,28 @@ def test_users_of_test_images(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -
     assert [part.tolist() for part in parts] == [[1], [0, 2], list(range(3, 23))]
     assembly = replace(assembly, data=replace(assembly.data, test=test))
     state = assembly.initial_state()
-    assert assembly.evaluate(state).users is None
-    found = assembly.evaluate(state, by_user=True)
+    assert evaluate(assembly, state).users is None
+    found = evaluate(assembly, state, by_user=True)
     assert found.users is not None
     assert found.users.pooled.as_dict() == pytest.approx(found.metrics.as_dict())
-    each = [evaluate(scores_of(assembly)[p], test.labels[p], None, test.known[p]) for p in parts]
+    each = [metrics_of(scores_of(assembly)[p], test.labels[p], None, test.known[p]) for p in parts]
     precision = np.mean([result.op for result in each])
     assert found.users.mean["OP"] == pytest.approx(precision, abs=1e-6)
-    results = runs.summarise(assembly, RunFolder(tmp_path), state, found)
+    results = summarise(assembly, state, found, [])
     assert results["per_user"]["users"] == 3
     assert results["per_user"]["mean"]["OP"] == pytest.approx(precision, abs=1e-6)
-    monkeypatch.setattr(runs, "MOST_USER_LABELS", 3 * test.labels.shape[1] - 1)
+    monkeypatch.setattr(evaluating, "MOST_USER_LABELS", 3 * test.labels.shape[1] - 1)
     assert owners(test) is None
 
 
 def test_a_run_evaluates_users_at_the_end(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     asked: list[Any] = []
-    plain = Assembly.evaluate
 
-    def listen(self: Assembly, state: Any, by_user: bool = False) -> Any:
+    def listen(assembly: Assembly, state: Any, by_user: bool = False) -> Any:
         asked.append(by_user)
-        return plain(self, state, by_user)
+        return evaluate(assembly, state, by_user)
 
-    monkeypatch.setattr(Assembly, "evaluate", listen)
+    monkeypatch.setattr(runs, "evaluate", listen)
     settings = load_settings("demo", [*SMALL, "run.rounds=2"])
     results = runs.start(settings, RunFolder(tmp_path / "run"), lambda event: None)
     assert asked == [False, True]

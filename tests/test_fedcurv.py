@@ -108,7 +108,7 @@ def swept(
     model: Model,
     data: LabelledImages,
     params: Sequence[Tensors],
-    clients: Sequence[Index] | None = None,
+    clients: Mapping[int, Index] | None = None,
     stack: int = 8,
     sweep_batch: int = 5,
     round: int = 0,
@@ -252,7 +252,7 @@ def test_fisher_equals_a_loop_over_images(make: Any, monkeypatch: pytest.MonkeyP
     clients, params = split(SIZES), [scattered(model, k) for k in range(len(SIZES))]
     expected = [
         mean_square(image_gradients(model, p, data, own))
-        for p, own in zip(params, clients, strict=True)
+        for p, own in zip(params, clients.values(), strict=True)
     ]
     method = curv(replace(TASK, classes=CLASSES))
     room = 8 * model.num_parameters * 3 * 2  # two clients at a time with batches of three

@@ -21,8 +21,8 @@ from fedharmony.data.base import LabelledImages
 from fedharmony.engine.optimise import clip_gradients
 from fedharmony.errors import CheckpointError, ConfigError, DataError
 from fedharmony.experiments import run as runs
+from fedharmony.experiments.build import assemble
 from fedharmony.experiments.folder import RunFolder
-from fedharmony.experiments.run import assemble
 from fedharmony.experiments.settings import built_in_configs, load_settings
 from fedharmony.losses import Batch, LossSettings
 from fedharmony.methods.base import Task
@@ -186,9 +186,9 @@ def opinion() -> Tensor:
 def test_doubted_labels_are_unknown(ca_mle: str, expected: list[list[int]]) -> None:
     """Every image's, the first image's of the batch, nobody's."""
     lgt = method(ca_mle=ca_mle)
-    assert lgt.consults == (ca_mle != "off")
+    assert lgt.asks_received_model == (ca_mle != "off")
     batch = batch_of(LABELS, [ALMOST_ONE] * 3)
-    assert states(lgt, batch, opinion() if lgt.consults else None) == expected
+    assert states(lgt, batch, opinion() if lgt.asks_received_model else None) == expected
 
 
 def test_the_first_image_of_each_client() -> None:
@@ -521,7 +521,7 @@ class Recorder:
     """A model that notes how it was applied."""
 
     def __init__(self, model: Model) -> None:
-        self.model = model
+        self.model, self.backbone = model, model.backbone
         self.calls: list[tuple[bool, Tensors, Mapping[str, Tensor] | None]] = []
 
     def apply(
@@ -535,7 +535,8 @@ class Recorder:
 @pytest.mark.parametrize("ca_mle", ["all", "first", "off"])
 def test_the_received_model_is_asked_without_gradient_states_or_dropout(ca_mle: str) -> None:
     toy = Toy("fedlgt", {"ca_mle": ca_mle}, sizes=(9, 5), rounds=1, epochs=1)
-    recorder = toy.trainer.trainer.model = Recorder(toy.model)  # type: ignore[assignment]
+    trainer, recorder = toy.trainer.trainer, Recorder(toy.model)
+    trainer.model = trainer.in_training = recorder  # type: ignore[assignment]
     toy.run()
     asked = [call for call in recorder.calls if not call[0]]
     trained = [call for call in recorder.calls if call[0]]

@@ -514,7 +514,7 @@ def test_diagnostic_is_never_called_fednova() -> None:
     changes = ["run.method=fednova", "methods.fednova.tau_eff=ones"]
     assert load_settings("demo", changes).label == "fednova-diagnostic"
     preset = load_settings("demo", ["run.method=fednova:diagnostic"])
-    assert preset.method_config() == FedNova.Config(tau_eff="ones")
+    assert preset.method_config == FedNova.Config(tau_eff="ones")
     assert preset.label.startswith("fednova-diagnostic")
 
 

@@ -20,10 +20,12 @@ from fedharmony.data.base import DataSet, LabelledImages, TensorImages
 from fedharmony.engine.checkpoint import load_record, save_record
 from fedharmony.engine.federation import FederationSettings
 from fedharmony.errors import ConfigError
-from fedharmony.experiments import run
+from fedharmony.experiments.build import assemble
+from fedharmony.experiments.evaluate import evaluate
 from fedharmony.experiments.settings import compose
 from fedharmony.methods.base import Stage, Task
 from fedharmony.methods.fedrdn import STATISTICS, TABLE, FedRDN, chosen
+from fedharmony.metrics import ScoreStore
 from fedharmony.rng import torch_rng
 from fedharmony.types import PARAMS, Failure, Record, Reply
 from toy import Toy, same_bits, toy_data
@@ -94,7 +96,7 @@ def test_statistics_are_those_of_numpy(stack: int) -> None:
     toy = Toy("fedrdn", stack=stack, rounds=1)
     table = toy.run()[0].get(TABLE)
     pixels = toy.data.images.pixels.numpy().astype(np.float64) / 255
-    for k, own in enumerate(toy.trainer.data.clients):
+    for k, own in toy.trainer.data.clients.items():
         per_image = pixels[own].reshape(len(own), 3, -1)
         np.testing.assert_allclose(table["mean"][k], per_image.mean(2).mean(0), rtol=2e-7)
         np.testing.assert_allclose(table["std"][k], per_image.std(2).mean(0), rtol=2e-7)
@@ -463,26 +465,26 @@ def test_evaluation_uses_the_pooled_pair(monkeypatch: pytest.MonkeyPatch) -> Non
         "split": {"name": "iid", "clients": 3},
         "model": {"name": "vit", "width": 8, "depth": 1, "heads": 2, "patch": 4},
     }
-    assembly = run.assemble(compose(tree), data=DataSet("toy", tuple("abcdef"), train, test))
+    assembly = assemble(compose(tree), data=DataSet("toy", tuple("abcdef"), train, test))
     state = assembly.initial_state().replace(THREE.groups)
     scores: list[Tensor] = []
-    add = run.ScoreStore.add
+    add = ScoreStore.add
 
-    def watch(store: run.ScoreStore, found: Tensor, *rest: Any) -> None:
+    def watch(store: ScoreStore, found: Tensor, *rest: Any) -> None:
         scores.append(found)
         add(store, found, *rest)
 
-    monkeypatch.setattr(run.ScoreStore, "add", watch)
-    assembly.evaluate(state)
+    monkeypatch.setattr(ScoreStore, "add", watch)
+    evaluate(assembly, state)
     share = np.array([1, 2, 5]) / 8
     mean, std = (share @ THREE.get(TABLE)[n].double().numpy() for n in ("mean", "std"))
     pixels = test.images.pixels.numpy() / 255
     images = (pixels - mean[:, None, None]) / std[:, None, None]
     params = {n: t[None] for n, t in state.get(PARAMS).items()}
-    outputs = assembly.model.apply(params, torch.from_numpy(images).float()[None])[0]
+    outputs = assembly.blueprint.model.apply(params, torch.from_numpy(images).float()[None])[0]
     torch.testing.assert_close(torch.cat(scores), outputs.sigmoid(), atol=1e-5, rtol=0)
     scores.clear()
-    assembly.evaluate(assembly.initial_state())  # nobody heard: the model's own normalisation
+    evaluate(assembly, assembly.initial_state())  # nobody heard: the model's own normalisation
     assert (torch.cat(scores) - outputs.sigmoid()).abs().max() > 1e-3
 
 

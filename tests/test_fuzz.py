@@ -158,10 +158,10 @@ SETTINGS = sorted(
     {f"{section}.{key}" for section, cls in PLAIN.items() for key in keys(cls)}
     | {
         f"{section}.{key}"
-        for section, (registry, common) in COMPONENTS.items()
+        for section, choice in COMPONENTS.items()
         for name in ("digits", "iid", "pivot_dirichlet", "vit")
-        if name in registry
-        for key in [*keys(common), *keys(registry[name].Config)]
+        if name in choice.names()
+        for key in [*keys(choice.common), *keys(choice.own(name))]
     }
     | {f"methods.{name}.{key}" for name in methods.names() for key in keys(methods[name].Config)}
 )

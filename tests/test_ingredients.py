@@ -21,8 +21,9 @@ from fedharmony.engine.federation import FederationSettings
 from fedharmony.engine.head_start import HeadStart, solve
 from fedharmony.engine.server_average import ServerAverage, share_kept, watch
 from fedharmony.errors import ConfigError
+from fedharmony.experiments.build import assemble
 from fedharmony.experiments.folder import RunFolder
-from fedharmony.experiments.run import assemble, resume, start
+from fedharmony.experiments.run import resume, start
 from fedharmony.experiments.settings import Settings, load_settings
 from fedharmony.methods.base import INGREDIENTS, Task, methods
 from fedharmony.methods.fedavg import FedAvg

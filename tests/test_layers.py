@@ -76,3 +76,37 @@ def test_a_layer_says_what_it_makes_void(caplog: pytest.LogCaptureFixture) -> No
 def test_a_removed_name_is_the_default(tmp_path: Path) -> None:
     base = layer(tmp_path, "base.toml", '[model]\nname = "timm"\narchitecture = "resnet18"\n')
     assert load_settings(base, ["model.name="]).model.common.name == "vit"
+
+
+@pytest.mark.parametrize("name", ["iid", "pivot_dirichlet"])
+@pytest.mark.parametrize("by", ["file", "command line"])
+def test_a_named_splitter_is_not_overruled_by_a_file_below(
+    name: str, by: str, tmp_path: Path, caplog: pytest.LogCaptureFixture
+) -> None:
+    """Even the splitter that would be taken by default: whoever names it wants it drawn."""
+    caplog.set_level(logging.INFO, "fedharmony")
+    base = layer(tmp_path, "base.toml", '[split]\nfile = "old.json"\nclients = 7\n')
+    top = f"split.name={name}"
+    if by == "file":
+        top = layer(tmp_path, "top.toml", f'[split]\nname = "{name}"\n')
+    split = load_settings(base, [top]).split.common
+    assert (split.name, split.file, split.clients) == (name, None, 7)
+    assert "split.file" in caplog.messages[-1]
+
+
+def test_a_file_counts_where_the_same_layer_or_a_later_one_gives_it(tmp_path: Path) -> None:
+    base = layer(tmp_path, "base.toml", '[split]\nname = "iid"\n')
+    assert load_settings(base, ["split.file=a.json"]).split.common.file == "a.json"
+    both = ["split.name=iid", "split.file=a.json"]
+    assert load_settings("demo", both).split.common.file == "a.json"
+    below = layer(tmp_path, "below.toml", '[split]\nfile = "old.json"\n')
+    assert load_settings(below, both).split.common.file == "a.json"
+    assert load_settings(below, ["split.seed=3"]).split.common.file == "old.json"
+
+
+def test_the_demo_gives_way_to_other_components(tmp_path: Path) -> None:
+    """`run demo` with another model or data set, as a new user tries it: no key is in the way."""
+    net = load_settings("demo", ["model.name=timm", "model.architecture=resnet10t"])
+    assert net.model.own.architecture == "resnet10t"
+    own = ["data.name=table", f"data.path={tmp_path}", "data.table=labels.csv"]
+    assert load_settings("demo", [*own, "split.name=natural"]).data.own.table == "labels.csv"

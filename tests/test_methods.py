@@ -14,7 +14,7 @@ from fedharmony.data.base import LabelledImages
 from fedharmony.engine import training
 from fedharmony.engine.checkpoint import load_record, save_record
 from fedharmony.engine.federation import FederationSettings
-from fedharmony.methods.base import methods
+from fedharmony.methods.base import Stage, methods
 from fedharmony.types import PARAMS, Record
 from toy import Toy, largest_difference, same_bits, toy_data
 
@@ -26,7 +26,8 @@ def test_presets_are_valid_settings(name: str) -> None:
     method = methods[name]
     assert method.presets
     for preset, values in method.presets.items():
-        build(method.Config, values, f"{name}:{preset}")
+        own = {key: value for key, value in values.items() if key != "federation"}
+        build(method.Config, own, f"{name}:{preset}")
 
 
 @every_method
@@ -38,6 +39,23 @@ def test_trains_and_repeats_to_the_bit(name: str) -> None:
     assert not same_bits(first, Toy(name, cohort=3, seed=1).run()[0])
     params = first.get(PARAMS)
     assert any(not torch.equal(params[n], t) for n, t in Toy(name).initial().get(PARAMS).items())
+
+
+@every_method
+def test_a_stage_is_found_by_its_name(name: str) -> None:
+    """As a transport to other hosts does it: the other side has a method object of its own."""
+    here, there = Toy(name, cohort=3), Toy(name, cohort=3)
+
+    class ByName:
+        sizes = there.transport.sizes
+
+        def exchange(self, stage: Stage, round: int, messages: Any) -> Any:
+            (found,) = [s for s in there.method.stages(round) if s.name == stage.name]
+            return there.transport.exchange(found, round, messages)
+
+    expected, _ = here.run()
+    here.transport = ByName()
+    assert same_bits(here.run()[0], expected)
 
 
 @every_method

@@ -465,17 +465,14 @@ def test_any_split_into_batches_gives_the_same_bits(case, data):
     cuts = sorted(data.draw(st.sets(st.integers(1, max(1, len(scores) - 1)))))
     use_mask = data.draw(st.booleans())
     batches = [b for b in np.split(np.arange(len(scores)), cuts) if len(b)]
-    stores = [ScoreStore(), ScoreStore()]
-    half = data.draw(st.integers(0, len(batches)))
-    for position, batch in enumerate(batches):
-        stores[position >= half].add(
-            torch.from_numpy(scores[batch]), targets[batch], known[batch] if use_mask else None
-        )
-    stores[0].merge(stores[1])
-    assert len(stores[0]) == len(scores)
+    store = ScoreStore()
+    for batch in batches:
+        shown = known[batch] if use_mask else None
+        store.add(torch.from_numpy(scores[batch]), targets[batch], shown)
+    assert len(store) == len(scores)
     for options in (MetricOptions(), MetricOptions(ap_ties="stable", topk=2)):
         whole = evaluate(scores, targets, options, known if use_mask else None)
-        assert_same_bits(stores[0].result(options), whole)
+        assert_same_bits(store.result(options), whole)
 
 
 def test_store_keeps_small_copies():
@@ -493,16 +490,12 @@ def test_store_keeps_small_copies():
 
 
 def test_store_refuses_what_does_not_fit():
-    store, other = ScoreStore(), ScoreStore()
+    store = ScoreStore()
     with pytest.raises(DataError, match="No scores were stored"):
         store.result()
-    store.merge(other)  # an idle worker
     store.add(SCORES, TARGETS)
-    other.add([[0.5]], [[1]])
     with pytest.raises(DataError, match="1 labels cannot join a store with 4"):
         store.add([[0.5]], [[1]])
-    with pytest.raises(DataError, match="1 labels cannot join a store with 4"):
-        store.merge(other)
     bad = SCORES.copy()
     bad[2, 1] = np.nan
     with pytest.raises(DataError, match="row 8, label 1"):  # counted over all batches

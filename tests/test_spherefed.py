@@ -21,7 +21,7 @@ from fedharmony.data.base import DataSet, LabelledImages
 from fedharmony.engine.checkpoint import load_record, save_record
 from fedharmony.engine.federation import FederationSettings
 from fedharmony.errors import ConfigError
-from fedharmony.experiments.run import assemble
+from fedharmony.experiments.build import assemble
 from fedharmony.experiments.settings import compose
 from fedharmony.losses import Batch, LossSettings, task_loss
 from fedharmony.methods.base import Outcome, Task
@@ -452,7 +452,8 @@ def test_drop_outs_are_left_out_of_the_calibration() -> None:
     state, events = toy.run()
     lost = events[-1]["dropped"]
     assert 2 <= len(lost) <= 5
-    there = [i for k, own in enumerate(toy.trainer.data.clients) if k not in lost for i in own]
+    clients = toy.trainer.data.clients.items()
+    there = [i for k, own in clients if k not in lost for i in own]
     assert largest(state, ridge(toy, state, there)) < 1e-8
     assert largest(state, ridge(toy, state, range(60))) > 1e-3
 

@@ -29,7 +29,9 @@ from fedharmony.engine.optimise import (
 )
 from fedharmony.engine.room import StackRule, Trial
 from fedharmony.errors import ConfigError
-from fedharmony.experiments.run import assemble, choose_means
+from fedharmony.experiments.build import assemble
+from fedharmony.experiments.evaluate import evaluate
+from fedharmony.experiments.machine import choose_means
 from fedharmony.experiments.settings import EngineSettings, load_settings
 from fedharmony.methods.base import methods
 from fedharmony.metrics import MetricOptions, ScoreStore
@@ -846,7 +848,7 @@ def test_a_run_on_a_gpu_is_compiled_where_that_pays_and_is_safe(
     assert choose_means(EngineSettings(compile=True), gpu, numbers, 1).compile
     assert not choose_means(EngineSettings(compile=False), gpu, numbers, 10**9).compile
     assert not choose_means(EngineSettings(), gpu, 0, 10**12).compile  # nothing to compile
-    monkeypatch.setattr("fedharmony.experiments.run.compiler_is_safe", lambda: False)
+    monkeypatch.setattr("fedharmony.experiments.machine.compiler_is_safe", lambda: False)
     assert not choose_means(EngineSettings(), gpu, numbers, 10**9).compile
     with pytest.raises(ConfigError, match=r"torch 2\.14 or later"):
         choose_means(EngineSettings(compile=True), gpu, numbers, 10**9)
@@ -907,7 +909,7 @@ def test_a_model_is_evaluated_alike_whether_clients_or_a_file_gave_it() -> None:
     for name, tensor in params.items():
         packed[name].copy_(tensor)
     assert not packed["blocks.0.attn.qkv.weight"].is_contiguous()
-    found = [assembly.evaluate(s).structure for s in (state, state.replace({PARAMS: packed}))]
+    found = [evaluate(assembly, s).structure for s in (state, state.replace({PARAMS: packed}))]
     assert (found[0].soft_matrix == found[1].soft_matrix).all()
 
 

@@ -14,16 +14,15 @@ import pytest
 import torch
 
 import fedharmony
-from fedharmony.config import build
 from fedharmony.errors import CheckpointError, ConfigError
 from fedharmony.experiments import run as runs
 from fedharmony.experiments import tune
+from fedharmony.experiments.build import assemble, hold_out
 from fedharmony.experiments.compare import Planned, plan
 from fedharmony.experiments.folder import RunFolder
-from fedharmony.experiments.run import assemble, hold_out, resume, start
-from fedharmony.experiments.settings import Settings, built_in_configs, load_settings
+from fedharmony.experiments.run import resume, start
+from fedharmony.experiments.settings import Settings, load_settings
 from fedharmony.experiments.tune import Choice, Search
-from fedharmony.methods.base import methods
 from fedharmony.partition.base import Partition
 from fedharmony.report.page import write_report
 
@@ -40,32 +39,13 @@ def test_files_are_laid_on_top_of_each_other_then_come_assignments(tmp_path: Pat
     more = str(tmp_path / "more.toml")
     settings = load_settings("demo", ["run.method=fedprox", more, "run.seed=3"])
     assert (settings.run.rounds, settings.run.seed, settings.train.batch_size) == (7, 3, 16)
-    assert settings.method_config().mu == 0.5
+    assert settings.method_config.mu == 0.5
     assert load_settings("demo", [more, "run.rounds=9"]).run.rounds == 9  # whatever the order
     assert load_settings("demo", ["run.rounds=9", more]).run.rounds == 9
     odd = tmp_path / "lr=0.1"
     odd.mkdir()
     (odd / "more.toml").write_text("[run]\nrounds = 4\n")
     assert load_settings("demo", [str(odd / "more.toml")]).run.rounds == 4
-
-
-@pytest.mark.parametrize("name", methods.names())
-def test_every_method_has_a_config_file_that_lists_its_settings(name: str) -> None:
-    """The file holds the defaults themselves, and the grid that ``tune`` uses."""
-    if methods[name].__module__ != f"fedharmony.methods.{name}":
-        pytest.skip("not a method of the package")
-    path = built_in_configs()[f"methods/{name}"]
-    tree = tomllib.loads(path.read_text())
-    own = tree.get("methods", {}).get(name, {})
-    config = methods[name].Config
-    assert tree["run"]["method"] == name
-    assert build(config, own, name) == config()
-    text = path.read_text()
-    for setting in config.__dataclass_fields__:
-        assert setting in text, f"{setting} is not in {path.name}"
-    grid = {key: tuple(values) for key, values in tree.get("tune", {}).get(name, {}).items()}
-    assert grid == dict(methods[name].search)
-    load_settings("demo", [f"methods/{name}"])
 
 
 def test_a_method_may_have_its_own_optimiser_settings() -> None:
@@ -143,7 +123,7 @@ def test_central_sees_as_many_images_as_the_cohorts(changes: list[str], tmp_path
     assert [e["images"] for e in central] == [e["images"] for e in federated]
     assert all(not e["dropped"] for e in central)
     assembly = assemble(run.settings)
-    seen = np.bincount(np.concatenate(assembly.clients), minlength=120)
+    seen = np.bincount(np.concatenate(list(assembly.clients.values())), minlength=120)
     assert seen.max() - seen.min() <= 1
     assert seen.sum() == sum(e["images"] for e in federated)
 
@@ -154,14 +134,14 @@ def test_central_knows_every_label_and_the_images_as_they_are(tmp_path: Path) ->
     plain = assemble(load_settings("demo", SMALL)).data.train
     central = assemble(plan(demo, ["central"], [0], tmp_path)[0].settings)
     assert central.data.train.known is None
-    assert not central.method.task.unknown_labels
+    assert not central.blueprint.method.task.unknown_labels
     index = torch.arange(20)
     cpu = torch.device("cpu")
     assert torch.equal(
         central.data.train.images.gather(index, cpu), plain.images.gather(index, cpu)
     )
     federated = assemble(demo)
-    assert federated.method.task.unknown_labels
+    assert federated.blueprint.method.task.unknown_labels
     assert not torch.equal(
         federated.data.train.images.gather(index, cpu), plain.images.gather(index, cpu)
     )
@@ -206,15 +186,15 @@ def test_hold_out_takes_the_share_of_each_client_and_leaves_one_image() -> None:
     parts = (np.arange(10), np.arange(10, 13), np.array([13]))
     partition = Partition(parts, images=14, seed=5)
     kept, held = hold_out(partition, 0.3)
-    assert [len(k) for k in kept] == [7, 2, 1]
+    assert [len(k) for k in kept.values()] == [7, 2, 1]
     assert len(held) == 4
-    together = np.sort(np.concatenate([*kept, held]))
+    together = np.sort(np.concatenate([*kept.values(), held]))
     assert together.tolist() == list(range(14))
-    assert all((np.diff(k) > 0).all() for k in kept)
+    assert all((np.diff(k) > 0).all() for k in kept.values())
     _, same = hold_out(partition, 0.3)
     assert (same == held).all()
     assert (hold_out(replace(partition, seed=6), 0.3)[1] != held).any()
-    assert [len(k) for k in hold_out(partition, 0.999)[0]] == [1, 1, 1]
+    assert [len(k) for k in hold_out(partition, 0.999)[0].values()] == [1, 1, 1]
     with pytest.raises(ConfigError, match="no image at all"):
         hold_out(Partition((np.array([0]), np.array([1])), images=2), 0.4)
 
@@ -223,14 +203,14 @@ def test_a_run_with_held_out_images_never_sees_the_test_set() -> None:
     assembly = assemble(load_settings("demo", [*SMALL, "split.holdout=0.25"]))
     plain = assemble(load_settings("demo", SMALL))
     assert assembly.partition.sha256 == plain.partition.sha256
-    trained = {int(i) for part in assembly.clients for i in part}
+    trained = {int(i) for part in assembly.clients.values() for i in part}
     images = assembly.data.train
     held = [i for i in range(len(images)) if i not in trained]
     assert len(assembly.data.test) == len(held)
     shown = assembly.data.test.images.gather(torch.arange(len(held)), "cpu")
     assert torch.equal(shown, images.images.gather(torch.tensor(held), "cpu"))
     assert (assembly.data.test.labels == images.labels[held]).all()
-    for part, own in zip(assembly.clients, plain.clients, strict=True):
+    for part, own in zip(assembly.clients.values(), plain.clients.values(), strict=True):
         assert set(part) < set(own)
 
 
@@ -245,7 +225,7 @@ def fake_scores(
 
     def execute(planned: list[Planned], observer: Any, data: Any) -> list[dict[str, Any]]:
         (run,) = planned
-        config = run.settings.method_config()
+        config = run.settings.method_config
         key = (run.settings.training.lr, getattr(config, "mu", None))
         seen.append((run.label, *key, run.settings.split.common.holdout, run.settings.run.rounds))
         return [{"metrics": {"mAP": scores.get(key, 0.0)}}]
@@ -285,7 +265,7 @@ def test_first_the_rate_then_the_setting(monkeypatch: pytest.MonkeyPatch, tmp_pa
     record = json.loads((tmp_path / "tune.json").read_text())
     assert len(record["trials"]) == 8
     best = load_settings("demo", [str(tmp_path / "tuned.toml"), "run.method=fedprox"])
-    assert (best.training.lr, best.method_config().mu) == (0.01, 0.1)
+    assert (best.training.lr, best.method_config.mu) == (0.01, 0.1)
     assert best.split.common.holdout == 0.0
 
 
@@ -308,7 +288,7 @@ def test_settings_are_searched_one_after_the_other(
 
     def execute(planned: list[Planned], observer: Any, data: Any) -> list[dict[str, Any]]:
         part = planned[0].settings.taking_part
-        key = (planned[0].settings.method_config().mu, part.head_start, part.server_average)
+        key = (planned[0].settings.method_config.mu, part.head_start, part.server_average)
         tried.append(key)
         scores = {(0.01, "random", 0.0): 0.5, (0.01, "closed_form", 0.0): 0.7}
         return [{"metrics": {"mAP": scores.get(key, 0.6 if key[2] != 0.5 else 0.8)}}]

@@ -20,7 +20,7 @@ from fedharmony.engine.head_start import opening
 from fedharmony.engine.means import Means
 from fedharmony.engine.memory import ClientMemory
 from fedharmony.engine.optimise import TrainSettings
-from fedharmony.engine.sampling import draw_schedule
+from fedharmony.engine.sampling import Schedule
 from fedharmony.losses import LossSettings
 from fedharmony.methods.base import Method, Task, methods
 from fedharmony.models.base import Backbone, InputSpec, Model, Shapes, linear
@@ -69,10 +69,11 @@ def toy_data(images: int = 60, classes: int = CLASSES, seed: int = 0) -> Labelle
     return LabelledImages(TensorImages(torch.from_numpy(pixels)), labels.astype(np.uint8))
 
 
-def split(sizes: Sequence[int]) -> list[Index]:
+def split(sizes: Sequence[int]) -> dict[int, Index]:
     """Consecutive images, ``sizes[k]`` for client k."""
     ends = np.cumsum([0, *sizes])
-    return [np.arange(a, b, dtype=np.int64) for a, b in pairwise(ends)]
+    parts = (np.arange(a, b, dtype=np.int64) for a, b in pairwise(ends))
+    return dict(enumerate(parts))
 
 
 @dataclass
@@ -99,6 +100,7 @@ class Toy:
     method_class: type[Method] | None = None
     data: LabelledImages | None = None
     device: str = "cpu"
+    backbone: Backbone | None = None
 
     def __post_init__(self) -> None:
         self.data = self.data or toy_data(sum(self.sizes))
@@ -112,7 +114,7 @@ class Toy:
             batch_size=self.batch_size,
             epochs=self.epochs,
             seed=self.seed,
-            width=8,
+            width=8 if self.backbone is None else self.backbone.width,
             lr=self.lr,
             optimiser=self.optimiser,
             loss=self.loss,
@@ -122,7 +124,7 @@ class Toy:
         cls = self.method_class or methods[self.name]
         config = {**SMALL.get(self.name, {}), **(self.config or {})}
         self.method = cls(cls.Config(**config), self.task)
-        backbone = Pixels(InputSpec(*self.data.images.shape))
+        backbone = self.backbone or Pixels(InputSpec(*self.data.images.shape))
         self.model = Model(backbone, self.method.head(backbone.width))
         settings = TrainSettings(
             epochs=self.epochs, batch_size=self.batch_size, lr=self.lr, optimiser=self.optimiser
@@ -150,14 +152,15 @@ class Toy:
 
     def initial(self) -> Record:
         trained, frozen = self.parameters()
-        return self.method.init_state(trained, {}).replace({FROZEN: frozen}).to(self.device)
+        buffers = self.model.backbone.init_buffers()
+        return self.method.init_state(trained, buffers).replace({FROZEN: frozen}).to(self.device)
 
     def loop(self) -> Federation:
         cohort = self.cohort or len(self.sizes)
         return Federation(
             self.method,
             self.transport,
-            draw_schedule(self.sizes, self.rounds, cohort, "uniform", self.seed),
+            Schedule(dict(enumerate(self.sizes)), self.rounds, cohort, "uniform", self.seed),
             self.federation,
             self.seed,
             self.epochs,

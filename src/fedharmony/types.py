@@ -1,4 +1,16 @@
-"""The few types that everything else is made of."""
+"""The few types that everything else is made of.
+
+============  =====================================================================================
+`Record`      named groups of named tensors: a message, a reply, the server's state, a checkpoint
+`Reply`       what a client sends back; a `Failure` where it could not
+`Form`        what a tensor of a reply must look like to be believed
+`Packed`      the tensors of a group as one row of memory (`Layout`), where that is faster
+============  =====================================================================================
+
+The server sends a record to each client of a round, gets a reply or failure from each, and folds
+the replies into its new state: `engine/federation.py` is that loop, and `methods/base.py` says what
+is sent, what clients do with it, and how replies are folded.
+"""
 
 from __future__ import annotations
 
@@ -19,8 +31,9 @@ Scalar: TypeAlias = bool | int | float | str
 Index: TypeAlias = npt.NDArray[np.int64]
 Labels: TypeAlias = npt.NDArray[np.uint8]
 
-#: Groups that every method uses. Parameters and buffers are kept apart (they average differently).
-#: Frozen tensors are part of the server's state but never travel: every party makes them itself.
+#: Groups that every method uses. Parameters are trained. Buffers are what training changes beside
+#: them (running statistics): they travel and are averaged, and no optimiser touches them. Frozen
+#: tensors are part of the server's state but never travel: every party makes them itself.
 PARAMS = "params"
 BUFFERS = "buffers"
 FROZEN = "frozen"

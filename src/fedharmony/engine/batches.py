@@ -46,6 +46,15 @@ class Plan:
         for first, last in zip([0, *ends], ends, strict=False):
             yield first, last, int((self.steps > first).sum()), bool(final[first])
 
+    def rows(self, step: int, width: int) -> int:
+        """Rows of a step that hold an image of one of the first clients; padding comes last.
+
+        >>> plan = plan_batches([np.array([[4, 5, 6]]), np.array([[9]])], batch_size=2)
+        >>> plan.rows(0, 2), plan.rows(1, 1)
+        (2, 1)
+        """
+        return int((self.index[step, :width] >= 0).sum(axis=1).max())
+
     def widened(self, size: int) -> Index:
         """The image indices with padding for ``size`` clients, (S, size, B)."""
         steps, clients, rows = self.index.shape

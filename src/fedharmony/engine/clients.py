@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections import deque
-from collections.abc import Callable, Iterable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from concurrent.futures import Future, ThreadPoolExecutor
 from itertools import islice
 from typing import Any
@@ -30,7 +30,7 @@ class ClientData:
 
     Args:
         data: the training images of all clients.
-        clients: per client the indices of its images.
+        clients: by client id, the indices of its images.
         seed: of the run.
         device: where batches are needed.
         memory: what clients keep between rounds.
@@ -42,14 +42,14 @@ class ClientData:
     def __init__(
         self,
         data: LabelledImages,
-        clients: Sequence[Index],
+        clients: Mapping[int, Index],
         seed: int,
         device: torch.device,
         memory: ClientMemory,
     ) -> None:
         self.images, self.clients, self.seed = data.images, clients, seed
         self.device, self.memory = device, memory
-        self.sizes = [len(index) for index in clients]
+        self.sizes = {k: len(index) for k, index in clients.items()}
         self.labels = torch.from_numpy(data.labels).to(device)
         self.known = None if data.known is None else torch.from_numpy(data.known).to(device)
         held = data.images.pixels if isinstance(data.images, TensorImages) else None

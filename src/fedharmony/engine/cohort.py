@@ -38,7 +38,7 @@ class Cohort:
         model: what is trained.
         method: whose client functions are run.
         data: the training images of all clients.
-        clients: per client the indices of its images.
+        clients: by client id, the indices of its images.
         settings: of local training.
         seed: of the run.
         device: where to compute.
@@ -54,7 +54,7 @@ class Cohort:
         model: Model,
         method: Method,
         data: LabelledImages,
-        clients: Sequence[Index],
+        clients: Mapping[int, Index],
         settings: TrainSettings,
         seed: int,
         device: torch.device,
@@ -108,24 +108,28 @@ class Cohort:
         if stage.train:
             during = sweep if sweep is not None and sweep.during_training else None
             trained, plan, swept = trainer.train(round, clients, messages, during, tick)
-        tensors = trained.params if trained else _received(clients, messages)
+        tensors = trained.params if trained else _received(clients, messages, PARAMS)
+        buffers = trained.buffers if trained else _received(clients, messages, BUFFERS)
         good = torch.ones(len(clients), dtype=torch.bool, device=self.data.device)
         if sweep is not None:
             for part in sweeper.parts(sweep, clients, tensors):
                 own = {name: tensor[part] for name, tensor in tensors.items()}
                 found = {name: tensor[part] for name, tensor in swept.items()}
                 if not (trained and sweep.during_training):
-                    found = sweeper.sweep(sweep, round, clients[part], messages, own)
+                    renewed = {name: tensor[part] for name, tensor in buffers.items()}
+                    found = sweeper.sweep(sweep, round, clients[part], messages, own, renewed)
                 for m, result in enumerate(results[part]):
                     result[sweep.group] = unstack(found, m)
                 for tensor in found.values():
                     good[part] &= all_finite(tensor)
+        for tensor in buffers.values():
+            good &= all_finite(tensor)
         if trained:  # last: the losses are read when all work has been given out
             read = torch.stack([trained.losses, trained.finite & good])
             losses, flags = read.tolist()
             total = sum(self.sizes[k] for k in clients)
             for m, loss in enumerate(losses):
-                results[m] = {PARAMS: trained.each[m], BUFFERS: {}, **results[m]}
+                results[m] = {PARAMS: trained.each[m], BUFFERS: unstack(buffers, m), **results[m]}
                 steps = int(plan.steps[m])
                 rows = trained.rows * self.sizes[clients[m]] / total  # padding is shared
                 scalars[m] = {"loss": loss / steps, "steps": steps, "rows": rows}
@@ -178,6 +182,6 @@ def _shower(method: Method) -> Show:
     return show
 
 
-def _received(clients: Sequence[int], messages: Mapping[int, Record]) -> Tensors:
-    """The received models as a stack."""
-    return StackedMessage([messages[k] for k in clients]).stacked(PARAMS)
+def _received(clients: Sequence[int], messages: Mapping[int, Record], group: str) -> Tensors:
+    """A group of the messages as a stack."""
+    return StackedMessage([messages[k] for k in clients]).stacked(group)

@@ -1,4 +1,10 @@
-"""The round loop. It knows stages, never methods; messages, never where clients are."""
+"""The round loop. It knows stages, never methods; messages, never where clients are.
+
+A round is a list of stages, mostly one. In each, the method makes a message for every client of the
+cohort (``broadcast``), the transport brings replies back (``exchange``), and the method folds them
+into the server's state (``aggregate``). What is between the two is here: who drops out, which
+replies are believed (:func:`problem`), how many may fail, and what a round's event says.
+"""
 
 from __future__ import annotations
 
@@ -125,9 +131,16 @@ class Tally:
 
 @dataclass(frozen=True)
 class Federation:
-    """One method, its clients, and the cohorts of all rounds.
+    """Runs a method over its clients, round by round.
 
-    ``opening`` are exchanges before the first training, whatever the method.
+    Attributes:
+        method: what is sent, and what is made of the replies.
+        transport: how messages reach clients.
+        schedule: the cohort of each round; read when the round begins.
+        settings: who drops out, and how many may fail.
+        seed: of the run.
+        epochs: local epochs, which bound the steps that a client may claim.
+        opening: exchanges before the first training, whatever the method.
     """
 
     method: Method
@@ -153,18 +166,17 @@ class Federation:
         observe: Callable[[Event], None],
         after_round: Callable[[int, Record], None],
     ) -> Record:
-        """Rounds ``start`` … T−1; ``after_round(t, state)`` evaluates and saves.
+        """Run rounds ``start`` … T−1; ``after_round(t, state)`` saves and evaluates.
 
         After the last training nobody goes on from the global model, and the average takes its
         place: a stage that still follows sees the model that will be given away.
         """
-        everyone = [k for k, size in enumerate(self.transport.sizes) if size > 0]
         average = ServerAverage(self.settings.server_average)
         for round in range(start, len(self.schedule)):
             began, tally, cohort = time.perf_counter(), Tally(), self.schedule[round]
             for stage in self.stages(round):
                 before = state
-                sent = stage.broadcast(state, round, everyone if stage.everyone else cohort)
+                sent = stage.broadcast(state, round, self._everyone() if stage.everyone else cohort)
                 replies = self._replies(stage, state, round, sent, tally)
                 outcome = stage.aggregate(state, round, sent, replies)
                 self._enforce_limit(stage, round, len(sent), tally)
@@ -177,6 +189,10 @@ class Federation:
             observe(tally.event(round, cohort, time.perf_counter() - began))
             after_round(round, state)
         return state
+
+    def _everyone(self) -> list[int]:
+        """All clients that hold images now: one may have joined since the last round."""
+        return sorted(k for k, size in self.transport.sizes.items() if size > 0)
 
     def _replies(
         self, stage: Stage, state: Record, round: int, sent: Mapping[int, Record], tally: Tally
@@ -245,8 +261,7 @@ class Federation:
 def problem(record: Record, expected: Forms, finite: bool | None = None) -> str | None:
     """Why a reply cannot be used, or None: a tensor that is missing, or has not the form expected.
 
-    ``finite`` says that values are known to be finite; otherwise they are looked at. Buffers may be
-    left out.
+    ``finite`` says that values are known to be finite; otherwise they are looked at.
 
     >>> expected = {"params": {"w": Form((1,), low=0.0)}}
     >>> problem(Record({"params": {"w": torch.tensor([float("nan")])}}), expected)
@@ -260,8 +275,7 @@ def problem(record: Record, expected: Forms, finite: bool | None = None) -> str 
         if group not in expected and record.get(group):
             return f"group {group!r} was not asked for"
     for group, forms in expected.items():
-        tensors = record.get(group)
-        if (reason := _misformed(group, tensors, forms)) and (tensors or group != BUFFERS):
+        if (reason := _misformed(group, record.get(group), forms)) is not None:
             return reason
     if (reason := _out_of_range(record, expected, finite)) is not None:
         return reason

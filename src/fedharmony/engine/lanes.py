@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Mapping, Sequence
+from types import MappingProxyType
 from typing import NamedTuple
 
 import torch
@@ -38,6 +39,7 @@ class Trained(NamedTuple):
         losses: (M,) summed over steps.
         finite: (M,) whether all values of a client are finite.
         rows: rows computed in all, padding included.
+        buffers: what else training changed, (M, ...) each.
     """
 
     params: Tensors
@@ -45,6 +47,7 @@ class Trained(NamedTuple):
     losses: Tensor
     finite: Tensor
     rows: int = 0
+    buffers: Mapping[str, Tensor] = MappingProxyType({})
 
 
 def all_finite(values: Tensor) -> Tensor:

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Mapping
 from contextlib import AbstractContextManager, nullcontext
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 import torch
 from torch import Tensor
@@ -34,6 +34,10 @@ class Means:
     def plain(self) -> bool:
         """Whether this is the plain path: float32, neither compiled nor recorded."""
         return not (self.half or self.graphs or self.compile)
+
+    def exact(self) -> Means:
+        """The same for steps of any size: neither compiled nor recorded."""
+        return replace(self, graphs=False, compile=False, fixed=False)
 
     @property
     def few_shapes(self) -> bool:

@@ -63,14 +63,15 @@ class StackRule:
             return self.full
         return max(self.full, min(self.widest, self.full * self.batch_size // max(1, rows)))
 
-    def stacks(self, clients: Sequence[int], sizes: Sequence[int]) -> list[list[int]]:
+    def stacks(self, clients: Sequence[int], sizes: Mapping[int, int]) -> list[list[int]]:
         """Clients, largest first, in stacks of like rows and, where one is not enough, like width.
 
-        >>> StackRule(4, 4, 8).stacks(range(9), [9, 9, 9, 9, 9, 2, 2, 2, 1])
+        >>> StackRule(4, 4, 8).stacks(range(9), dict(enumerate([9, 9, 9, 9, 9, 2, 2, 2, 1])))
         [[0, 1, 2], [3, 4], [5, 6, 7], [8]]
-        >>> StackRule(2).stacks(range(3), [9, 5, 1])
+        >>> StackRule(2).stacks(range(3), {0: 9, 1: 5, 2: 1})
         [[0, 1], [2]]
-        >>> [StackRule(4, 8, 32, alike=bits).stacks(range(3), [8, 6, 5]) for bits in (2, 1)]
+        >>> sizes = {0: 8, 1: 6, 2: 5}
+        >>> [StackRule(4, 8, 32, alike=bits).stacks(range(3), sizes) for bits in (2, 1)]
         [[[0], [1, 2]], [[0, 1, 2]]]
         """
         groups: dict[int, list[int]] = {}

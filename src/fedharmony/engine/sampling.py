@@ -1,9 +1,10 @@
-"""Which clients take part in which round, drawn up front: the same for every method."""
+"""Which clients take part in which round: the same for every method."""
 
 from __future__ import annotations
 
-from collections.abc import Sequence
-from typing import Literal
+from collections.abc import Iterable, Mapping, Sequence
+from dataclasses import dataclass
+from typing import Literal, overload
 
 import numpy as np
 
@@ -28,66 +29,97 @@ def cohort_size(clients: int, participation: float, cohort: int | None) -> int:
     return cohort
 
 
-def draw_schedule(
-    sizes: Sequence[int],
-    rounds: int,
-    cohort: int,
-    sampling: Literal["uniform", "size"],
-    seed: int,
-) -> list[list[int]]:
-    """Sorted cohorts for all rounds, without replacement inside a round.
+@dataclass(frozen=True)
+class Schedule(Sequence[list[int]]):
+    """The cohorts of all rounds, each sorted and drawn when it is asked for.
 
-    ``size`` draws one client after the other with probability ∝ n_k among those left. A client's
-    chance to be *in* the cohort is then not exactly ∝ n_k when the cohort is large or sizes are
-    very unequal. Clients without images are never drawn.
+    A round has a generator of its own: when its cohort is drawn, and which others were, changes no
+    bit of it. ``size`` draws one client after the other with probability ∝ n_k among those left. A
+    client's chance to be *in* the cohort is then not exactly ∝ n_k when the cohort is large or
+    sizes are very unequal. Clients without images are never drawn.
 
-    >>> draw_schedule([5, 0, 5], rounds=2, cohort=2, sampling="uniform", seed=0)
+    >>> list(Schedule({0: 5, 1: 0, 2: 5}, rounds=2, cohort=2, sampling="uniform", seed=0))
     [[0, 2], [0, 2]]
+
+    Attributes:
+        sizes: number of images of each client, by its id.
+        rounds: how many there are.
+        cohort: clients per round, drawn without replacement.
+        sampling: with equal chance, or by size.
+        seed: of the run.
     """
-    counts = np.asarray(sizes, dtype=np.float64)
-    eligible = np.flatnonzero(counts > 0)
-    if len(eligible) < cohort:
-        raise ConfigError(
-            f"A cohort of {cohort} needs as many clients with images; only {len(eligible)} have "
-            "any. Lower federation.participation or federation.cohort."
-        )
-    chance = counts[eligible] / counts[eligible].sum() if sampling == "size" else None
-    return [
-        sorted(
-            int(k)
-            for k in numpy_rng(seed, "cohort", t).choice(eligible, cohort, replace=False, p=chance)
-        )
-        for t in range(rounds)
-    ]
+
+    sizes: Mapping[int, int]
+    rounds: int
+    cohort: int
+    sampling: Literal["uniform", "size"]
+    seed: int
+
+    def __post_init__(self) -> None:
+        """Refuse a cohort that cannot be drawn."""
+        if len(self._eligible()) < self.cohort:
+            raise ConfigError(
+                f"A cohort of {self.cohort} needs as many clients with images; only "
+                f"{len(self._eligible())} have any. Lower federation.participation or "
+                "federation.cohort."
+            )
+
+    def _eligible(self) -> list[int]:
+        return sorted(k for k, size in self.sizes.items() if size > 0)
+
+    def __len__(self) -> int:
+        """The number of rounds."""
+        return self.rounds
+
+    @overload
+    def __getitem__(self, round: int) -> list[int]: ...
+    @overload
+    def __getitem__(self, round: slice) -> list[list[int]]: ...
+    def __getitem__(self, round: int | slice) -> list[int] | list[list[int]]:
+        """The cohort of a round."""
+        if isinstance(round, slice):
+            return [self[t] for t in range(*round.indices(self.rounds))]
+        if not 0 <= round < self.rounds:
+            raise IndexError(round)
+        eligible = self._eligible()
+        counts = np.asarray([self.sizes[k] for k in eligible], dtype=np.float64)
+        chance = counts / counts.sum() if self.sampling == "size" else None
+        rng = numpy_rng(self.seed, "cohort", round)
+        return sorted(int(k) for k in rng.choice(eligible, self.cohort, replace=False, p=chance))
 
 
-def gathered_rounds(
-    pool: Sequence[int] | Index,
-    sizes: Sequence[int],
-    schedule: Sequence[Sequence[int]],
+def images_of_rounds(
+    sizes: Mapping[int, int],
+    schedule: Iterable[Sequence[int]],
     epochs: int,
     drop_rate: float,
     seed: int,
-) -> list[Index]:
-    """What one party that holds all images trains on in each round, in the place of the cohorts.
+) -> list[int]:
+    """The images that each round's cohort sees in its epochs, without clients that drop out.
 
-    As many images as the cohort's clients that do not drop out see in their epochs, taken from the
-    images in random order, over and over: all are seen equally often, up to one.
-
-    >>> parts = gathered_rounds(range(4), [3, 1], [[0], [0, 1]], epochs=2, drop_rate=0.0, seed=0)
-    >>> [len(part) for part in parts], sorted(np.bincount(np.concatenate(parts)).tolist())
-    ([6, 8], [3, 3, 4, 4])
+    >>> images_of_rounds({0: 3, 1: 1}, [[0], [0, 1]], epochs=2, drop_rate=0.0, seed=0)
+    [6, 8]
     """
-    images = np.asarray(pool, dtype=np.int64)
-    counts = [
+    return [
         epochs * sum(sizes[k] for k in cohort if not drops_out(drop_rate, seed, t, k))
         for t, cohort in enumerate(schedule)
     ]
+
+
+def gathered_rounds(pool: Index, counts: Sequence[int], seed: int) -> list[Index]:
+    """What one party that holds all images trains on in each round: so many images as ``counts``.
+
+    They are taken from the images in random order, over and over: all are seen equally often, up
+    to one.
+
+    >>> parts = gathered_rounds(np.arange(4), [6, 8], seed=0)
+    >>> [len(part) for part in parts], sorted(np.bincount(np.concatenate(parts)).tolist())
+    ([6, 8], [3, 3, 4, 4])
+    """
     passes = [
-        numpy_rng(seed, "central", i).permutation(images)
-        for i in range(-(-sum(counts) // len(images)))
+        numpy_rng(seed, "central", i).permutation(pool) for i in range(-(-sum(counts) // len(pool)))
     ]
-    stream = np.concatenate([*passes, images[:0]])
+    stream = np.concatenate([*passes, pool[:0]])
     return np.split(stream[: sum(counts)], np.cumsum(counts)[:-1])
 
 

@@ -60,8 +60,9 @@ class Sweeper:
         clients: Sequence[int],
         messages: Mapping[int, Record],
         tensors: Tensors,
+        buffers: Mapping[str, Tensor],
     ) -> Tensors:
-        """One pass over each client's data in stored order, with its own parameters."""
+        """One pass over each client's data in stored order, with its own parameters and buffers."""
         message = StackedMessage([messages[k] for k in clients])
         seen = [self.data.some(round, k, sweep.limit) for k in clients]
         size = self.means.rows(len(seen[0]), self._room(sweep, tensors)[0])
@@ -74,6 +75,7 @@ class Sweeper:
         fold = torch.vmap(sweep.fold)
         for first, last, width, _ in plan.segments():
             params, groups = narrow(read, width), message.first(width)
+            kept = narrow(buffers, width)
             part = narrow(carry, width)
             steps = (self._index(plan, index, step, width) for step in range(first, last))
             looked: Iterator[tuple[Tensor, Tensor | None]] = ((shown, None) for shown in steps)
@@ -83,7 +85,7 @@ class Sweeper:
                 rows = slice(step * size, step * size + shown.shape[1])
                 batch = self.data.batch(shown, {})
                 batch = batch._replace(draws={n: t[:width, rows] for n, t in draws.items()})
-                values = self._values(sweep, params, message, groups, pixels, batch)
+                values = self._values(sweep, params, kept, message, groups, pixels, batch)
                 part = fold(part, values, batch)
             for name, value in part.items():
                 carry[name][:width] = value
@@ -93,6 +95,7 @@ class Sweeper:
         self,
         sweep: Sweep,
         params: Tensors,
+        buffers: Tensors,
         message: StackedMessage,
         groups: Mapping[str, Tensors],
         pixels: Tensor | None,
@@ -107,26 +110,31 @@ class Sweeper:
         dtype = next(t.dtype for t in params.values() if t.dtype != torch.bfloat16)
         if sweep.reads == "gradients":
             images = self._show(pixels, groups, message.dims, {}, dtype)
-            return self._gradients(sweep, params, images, batch)
+            return self._gradients(sweep, params, buffers, images, batch)
         images = self._show(pixels, groups, message.dims, {}, self.means.product_dtype(dtype))
-        whole = {**params, **self._constants(len(pixels), dtype)}
+        whole = {**params, **buffers, **self._constants(len(pixels), dtype)}
         with self.means.autocast(self.data.device):
             wanted = self.model.features if sweep.reads == "features" else self.model.apply
             return wanted(whole, images).to(dtype)
 
-    def _gradients(self, sweep: Sweep, params: Tensors, images: Tensor, batch: Batch) -> Tensors:
+    def _gradients(
+        self, sweep: Sweep, params: Tensors, buffers: Tensors, images: Tensor, batch: Batch
+    ) -> Tensors:
         """One gradient per image, (M, B, ...): each image is a client of the stacked model."""
         assert sweep.objective is not None, "a sweep over gradients needs an objective"
         clients, rows = images.shape[:2]
         single = images.flatten(0, 1).unsqueeze(1)
         with torch.enable_grad():
-            leaves = {
-                name: t.unsqueeze(1).expand(clients, rows, *t.shape[1:]).flatten(0, 1).detach()
-                for name, t in params.items()
-            }
+            leaves, kept = (
+                {
+                    name: t.unsqueeze(1).expand(clients, rows, *t.shape[1:]).flatten(0, 1).detach()
+                    for name, t in tensors.items()
+                }
+                for tensors in (params, buffers)
+            )
             for leaf in leaves.values():
                 leaf.requires_grad_()
-            whole = {**leaves, **self._constants(len(single), images.dtype)}
+            whole = {**leaves, **kept, **self._constants(len(single), images.dtype)}
             outputs = self.model.apply(whole, single).view(clients, rows, -1)
             total = sweep.objective(outputs, batch).sum()
             # A parameter the outputs do not depend on has gradient zero, not none.
@@ -167,8 +175,7 @@ class Sweeper:
         """Image indices (width, B) of a step, without rows that all clients only pad."""
         if self.means.few_shapes:
             return index[step, :width]
-        images = int((plan.index[step, :width] >= 0).sum(axis=1).max())  # padding comes last
-        return index[step, :width, :images]
+        return index[step, :width, : plan.rows(step, width)]
 
     def _constants(self, width: int, dtype: torch.dtype) -> Tensors:
         """The frozen tensors of a stack, without a copy."""

@@ -10,7 +10,7 @@ result.
 from __future__ import annotations
 
 import functools
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -29,7 +29,7 @@ from fedharmony.engine.stacking import OneClient, StackedMessage, expand, narrow
 from fedharmony.losses import Batch
 from fedharmony.methods.base import Groups, Method, Sweep
 from fedharmony.models.base import Model, stack
-from fedharmony.types import PARAMS, Record, Tensors
+from fedharmony.types import BUFFERS, PARAMS, Record, Tensors
 
 #: Called with (steps done, steps in all) during local training.
 Tick = Callable[[int, int], None]
@@ -47,6 +47,7 @@ class StackState:
         carry: what their losses carry, (M, ...) each.
         sums: what a sweep has folded of their last epoch, (M, ...) each.
         weights: of labels and positives in the loss, (M, C) each.
+        buffers: what the model renews while it trains, (M, ...) each.
         constants: the frozen tensors.
         fixed: whether tensors must stay where they are.
         programs: recorded steps by width, rows, and whether a sweep is folded in.
@@ -57,6 +58,7 @@ class StackState:
     carry: Tensors
     sums: Tensors
     weights: Tensors
+    buffers: Tensors
     constants: Tensors
     fixed: bool = False
     programs: dict[tuple[int, int, bool], Program] = field(default_factory=dict)
@@ -96,6 +98,7 @@ class Trainer:
         show: Show,
     ) -> None:
         self.model, self.method, self.settings, self.data = model, method, settings, data
+        self.in_training = model.training()
         self.means, self.frozen, self.changes, self._show = means, frozen, changes, show
         self._lanes: Lanes | None = None
         self._states: dict[object, StackState] = {}
@@ -138,19 +141,22 @@ class Trainer:
                 lanes.save(width, min(wide, lowest))
                 lowest = width
             step = self._program(state, wide, index.shape[2], sweep if folds else None)
-            rows += (last - first) * wide * index.shape[2]
-            for t, (shown, pixels) in enumerate(self._shown(index[first:last, :wide]), first):
+            indices = (self._index(plan, index, t, wide) for t in range(first, last))
+            for t, (shown, pixels) in enumerate(self._shown(indices), first):
+                part = (t, slice(wide), slice(shown.shape[1]))
+                rows += shown.numel()
                 step(
                     StepInput(
                         shown,
                         pixels,
-                        {n: drawn[t, :wide] for n, drawn in draws.items()},
-                        {n: drawn[t, :wide] for n, drawn in changes.items()},
+                        {n: drawn[part] for n, drawn in draws.items()},
+                        {n: drawn[part] for n, drawn in changes.items()},
                         final[t, :wide] if folds and final is not None else None,
                     )
                 )
                 tick(t + 1, len(plan.index))
-        trained = lanes.result(len(clients))._replace(rows=rows)
+        trained = lanes.result(len(clients))
+        trained = trained._replace(rows=rows, buffers=narrow(state.buffers, len(clients)))
         swept = {}
         if sweep is not None:
             swept = torch.vmap(sweep.finish)(narrow(state.sums, len(clients)), trained.params)
@@ -163,7 +169,12 @@ class Trainer:
         self._states.clear()
         self._lanes = None
 
-    def _shown(self, steps: Tensor) -> Iterator[tuple[Tensor, Tensor | None]]:
+    def _index(self, plan: Plan, index: Tensor, step: int, width: int) -> Tensor:
+        """Image indices (width, B) of a step; without padding, where it would have an effect."""
+        rows = plan.rows(step, width) if self.model.backbone.mixes_images else index.shape[2]
+        return index[step, :width, :rows]
+
+    def _shown(self, steps: Iterable[Tensor]) -> Iterator[tuple[Tensor, Tensor | None]]:
         """Indices of the steps to come; with pixels, unless the step fetches them itself."""
         if self.data.resident:
             return ((index, None) for index in steps)
@@ -179,14 +190,16 @@ class Trainer:
         lanes = self._loaded_lanes(message, len(clients))
         carry = self.method.carries([data.view(k, round) for k in clients], messages)
         weights = data.label_weights(self.method.task.loss, clients)
+        buffers = {name: tensor.clone() for name, tensor in message.stacked(BUFFERS).items()}
         sums: Tensors = {}
         if sweep is not None:
             params = message.stacked(PARAMS)
             sums = stack([sweep.start(OneClient(params, m)) for m in range(len(clients))])
             sums = {name: tensor.to(data.device) for name, tensor in sums.items()}
         if not (self.means.graphs or self.means.fixed):
-            return StackState(lanes, message, carry, sums, weights, self._constants(lanes))
-        groups = {"carry": carry, "sums": sums, "weights": weights}
+            constants = self._constants(lanes)
+            return StackState(lanes, message, carry, sums, weights, buffers, constants)
+        groups = {"carry": carry, "sums": sums, "weights": weights, "buffers": buffers}
         key = (message.signature, *(_signature(tensors) for tensors in groups.values()))
         state = self._states.get(key)
         if state is None:
@@ -196,10 +209,11 @@ class Trainer:
                 _placed(carry, lanes.size),
                 _placed(sums, lanes.size),
                 _placed(weights, lanes.size),
+                _placed(buffers, lanes.size),
                 self._constants(lanes),
                 fixed=True,
             )
-        state.message.fill(message, model=self.method.consults or self.method.pulls)
+        state.message.fill(message, model=self.method.asks_received_model or self.method.pulls)
         for name, tensors in groups.items():
             state.keep(name, tensors, len(clients))
         return state
@@ -249,19 +263,22 @@ class Trainer:
         dtype, groups, carry = state.lanes.dtype, state.message.first(width), state.carry
         carry, constants = narrow(carry, width), narrow(state.constants, width)
         received = narrow(state.message.stacked(PARAMS), width)
+        buffers = narrow(state.buffers, width)
         batch = data.batch(given.images, narrow(state.weights, width))._replace(draws=given.draws)
         pixels = data.pixels(given.images) if given.pixels is None else given.pixels
         if self.changes.active:
             pixels = augment(self.changes, pixels, given.changes)
         images = self._show(pixels, groups, dims, given.draws, self.means.product_dtype(dtype))
-        inputs = over_clients(method.inputs, (0, dims, 0 if method.consults else None))
+        inputs = over_clients(method.inputs, (0, dims, 0 if method.asks_received_model else None))
         with self.means.autocast(data.device):
             opinion = None
-            if method.consults:
+            if method.asks_received_model:
                 with torch.no_grad():
-                    opinion = self.model.apply({**received, **constants}, images).to(dtype)
+                    theirs = {**received, **narrow(state.message.stacked(BUFFERS), width)}
+                    opinion = self.model.apply({**theirs, **constants}, images).to(dtype)
             batch = batch._replace(inputs=inputs(batch, groups, opinion))
-            outputs = self.model.apply({**leaves, **constants}, images, batch.inputs)
+            own = {**leaves, **buffers, **constants}
+            outputs = self.in_training.apply(own, images, batch.inputs)
         outputs = outputs.to(dtype)
         if self._loss is not None:
             values, after = self._loss(outputs, batch, groups, carry), carry

@@ -13,17 +13,11 @@ from pathlib import Path
 from fedharmony.data.base import DataSet
 from fedharmony.errors import ConfigError
 from fedharmony.experiments.binding import Binding
+from fedharmony.experiments.build import Observer, assemble
+from fedharmony.experiments.evaluate import Results
 from fedharmony.experiments.folder import RunFolder, folder_name, make_folder
-from fedharmony.experiments.run import (
-    Observer,
-    Results,
-    assemble,
-    finished,
-    load_data,
-    resume,
-    start,
-    with_threads,
-)
+from fedharmony.experiments.machine import with_threads
+from fedharmony.experiments.run import finished, resume, start
 from fedharmony.experiments.settings import CENTRAL, Settings
 from fedharmony.files import refuse_if_held
 from fedharmony.methods.base import methods
@@ -91,12 +85,11 @@ def rehearse(runs: Sequence[Planned], observe: Observer) -> DataSet:
     built: dict[str, Binding] = {}
     for run in runs:
         refuse_if_held(run.folder.path)
-        kind = repr((run.label, run.settings.method_config()))
+        kind = repr((run.label, run.settings.method_config))
         if kind not in built:
-            data = data or load_data(run.settings, observe, None)
-            assembly = assemble(run.settings, data=data)
+            assembly = assemble(run.settings, data=data, observe=observe)
             assembly.initial_state()
-            built[kind] = assembly.bound
+            data, built[kind] = assembly.loaded, assembly.bound
         made_of = (finished(run.folder) or {}).get("bound") or run.folder.read_json("binding.json")
         if finished(run.folder) is not None or run.folder.checkpoint.exists():
             run.folder.refuse_other_material(made_of or {}, built[kind])

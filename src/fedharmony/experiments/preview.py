@@ -6,7 +6,7 @@ from dataclasses import dataclass
 
 from fedharmony.data.annotations import FileSource
 from fedharmony.data.base import datasets
-from fedharmony.experiments.run import draw_partition
+from fedharmony.experiments.build import draw_partition
 from fedharmony.experiments.settings import Settings
 from fedharmony.partition.base import Partition
 from fedharmony.partition.report import SplitReport, split_report

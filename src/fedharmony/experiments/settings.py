@@ -22,10 +22,11 @@ from __future__ import annotations
 import hashlib
 import json
 import logging
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, replace
+from functools import cached_property
 from pathlib import Path
-from typing import Annotated, Any, Literal, TypeAlias
+from typing import Annotated, Any, Generic, Literal, Protocol, TypeAlias, TypeVar
 
 from annotated_types import Ge, Gt, Le, Lt
 from pydantic import AfterValidator
@@ -44,18 +45,18 @@ from fedharmony.config import (
     tree_of,
 )
 from fedharmony.data.augment import AugmentSettings
-from fedharmony.data.base import datasets
+from fedharmony.data.base import Source, datasets
 from fedharmony.data.transforms import check_transforms
 from fedharmony.engine.federation import FederationSettings
 from fedharmony.engine.optimise import TrainSettings
 from fedharmony.errors import ConfigError, nearest, shown
 from fedharmony.losses import LossSettings
-from fedharmony.methods.base import methods
+from fedharmony.methods.base import Method, methods
 from fedharmony.metrics import MetricOptions
-from fedharmony.models.base import models
-from fedharmony.partition.base import splitters
+from fedharmony.models.base import Backbone, models
+from fedharmony.partition.base import Splitter, splitters
 from fedharmony.reading import is_there
-from fedharmony.registry import Registry, load_plugins
+from fedharmony.registry import load_plugins
 from fedharmony.terminal import plain
 
 logger = logging.getLogger(__name__)
@@ -215,12 +216,25 @@ OWN_SECTIONS: Mapping[str, tuple[str, ...]] = {
 }
 
 
+class Named(Protocol):
+    """The settings that all components of a section share: at least which one is chosen."""
+
+    @property
+    def name(self) -> str:
+        """The chosen component."""
+
+
+Common = TypeVar("Common", bound=Named, covariant=True)
+Own = TypeVar("Own", covariant=True)
+Section = TypeVar("Section", TrainSettings, FederationSettings)
+
+
 @dataclass(frozen=True)
-class Component:
+class Component(Generic[Common, Own]):
     """A section that chooses a registered component: shared settings and the component's own."""
 
-    common: Any
-    own: Any
+    common: Common
+    own: Own
 
     def tree(self) -> Tree:
         """Both as one section."""
@@ -232,9 +246,9 @@ class Settings:
     """All sections, resolved."""
 
     run: RunSettings
-    data: Component
-    split: Component
-    model: Component
+    data: Component[DataSettings, Source.Config]
+    split: Component[SplitSettings, Splitter.Config]
+    model: Component[ModelSettings, Backbone.Config]
     train: TrainSettings
     loss: LossSettings
     augment: AugmentSettings
@@ -243,7 +257,11 @@ class Settings:
     engine: EngineSettings
     tune: TuneSettings
     grids: Mapping[str, Tree]  # of tune, by method
-    methods: Mapping[str, Tree]  # as given: presets are applied when a method is made
+    methods: Mapping[str, Tree]  # as given: the preset of the chosen one comes below
+
+    def __post_init__(self) -> None:
+        """Refuse settings that the chosen method cannot have."""
+        _ = self.method_config, self.training, self.taking_part
 
     @property
     def method_name(self) -> str:
@@ -256,23 +274,26 @@ class Settings:
         if self.run.label is not None:
             return self.run.label
         name, colon, preset = self.run.method.partition(":")
-        shown = f"{name}{methods[name].suffix(self.method_config())}"
+        shown = f"{name}{methods[name].suffix(self.method_config)}"
         return shown if shown == f"{name}-{preset}" else f"{shown}{colon}{preset}"
 
-    @property
+    @cached_property
     def training(self) -> TrainSettings:
         """Local training of the chosen method: ``[train]``, changed by the method's own."""
-        return replace(self.train, **self._own("train"))
+        return self._with_own("train", self.train)
 
-    @property
+    @cached_property
     def taking_part(self) -> FederationSettings:
         """The federation of the chosen method: ``[federation]``, changed by the method's own."""
-        return replace(self.federation, **self._own("federation"))
+        return self._with_own("federation", self.federation)
 
-    def _own(self, section: str) -> Tree:
+    def _with_own(self, part: str, common: Section) -> Section:
+        return _section_of(self.method_name, {part: self._own(part)}, part, common)
+
+    def _own(self, part: str) -> Tree:
         """What the chosen method has for itself of a section: its preset's, then the file's."""
-        given = self.methods.get(self.method_name, {}).get(section, {})
-        return {**self._preset().get(section, {}), **given}
+        given = self.methods.get(self.method_name, {}).get(part, {})
+        return {**self._preset().get(part, {}), **given}
 
     def _preset(self) -> Mapping[str, Any]:
         name, _, preset = self.run.method.partition(":")
@@ -284,7 +305,8 @@ class Settings:
             )
         return presets[preset]
 
-    def method_config(self) -> Any:
+    @cached_property
+    def method_config(self) -> Method.Config:
         """The chosen method's settings: its preset, then what the file says."""
         name = self.method_name
         own = {**self._preset(), **self.methods.get(name, {})}
@@ -299,9 +321,7 @@ class Settings:
         if seed is not None:
             run = replace(run, seed=seed)
             model = Component(replace(model.common, seed=seed), model.own)
-        changed = replace(self, run=run, model=model)
-        changed.method_config()
-        return changed
+        return replace(self, run=run, model=model)
 
     def central(self, seed: int) -> Settings:
         """One party that holds all images, with all their labels, and trains on them in one place.
@@ -326,8 +346,8 @@ class Settings:
             },
         }
         name = self.method_name
-        chosen = {**self.methods.get(name, {}), **tree_of(self.method_config())}
-        chosen |= {s: own for s in OWN_SECTIONS if (own := self._own(s))}
+        chosen = {**self.methods.get(name, {}), **tree_of(self.method_config)}
+        chosen |= {part: own for part in OWN_SECTIONS if (own := self._own(part))}
         sections["methods"] = {k: v for k, v in {**self.methods, name: chosen}.items() if v}
         sections["tune"] = {**tree_of(self.tune), **self.grids}
         return sections
@@ -339,30 +359,49 @@ class Settings:
         return hashlib.sha256(json.dumps(tree, sort_keys=True).encode()).hexdigest()
 
 
-def _component(registry: Registry[Any], common: type[Any], values: Tree, where: str) -> Component:
-    """Split a section between the shared settings and those of the component it names."""
-    shared = {k: v for k, v in values.items() if k in keys(common)}
-    base = build(common, shared, where)
-    own = registry[base.name].Config
-    for key in values:
-        if key not in {*keys(common), *keys(own)}:
-            valid = [*keys(common), *keys(own)]
-            raise ConfigError(
-                f"Unknown setting {where}.{key} (for {registry.kind} {base.name!r}). "
-                f"{nearest(key, valid)} If it belongs to another {registry.kind}, leave it out: "
-                f"{where}.{key}= on the command line removes it."
-            )
-    return Component(base, build(own, {k: v for k, v in values.items() if k not in shared}, where))
+@dataclass(frozen=True)
+class Choice(Generic[Common, Own]):
+    """A section that chooses a component by its name.
+
+    Attributes:
+        kind: what is chosen.
+        common: the settings that all components of the section share.
+        own: a component's own settings, by its name.
+        names: of all components.
+        instead: shared settings that take the component's place.
+    """
+
+    kind: str
+    common: type[Common]
+    own: Callable[[str], type[Own]]
+    names: Callable[[], list[str]]
+    instead: tuple[str, ...] = ()
+
+    def component(self, values: Tree, where: str) -> Component[Common, Own]:
+        """Split a section between the shared settings and those of the component it names."""
+        known = keys(self.common)
+        base = build(self.common, {k: v for k, v in values.items() if k in known}, where)
+        own = self.own(base.name)
+        for key in values:
+            if key not in {*known, *keys(own)}:
+                raise ConfigError(
+                    f"Unknown setting {where}.{key} (for {self.kind} {base.name!r}). "
+                    f"{nearest(key, [*known, *keys(own)])} If it belongs to another {self.kind}, "
+                    f"leave it out: {where}.{key}= on the command line removes it."
+                )
+        rest = {k: v for k, v in values.items() if k not in known}
+        return Component(base, build(own, rest, where))
 
 
-#: Sections that choose a component by name: the kinds there are, and what all of them share.
-COMPONENTS: Mapping[str, tuple[Registry[Any], type[Any]]] = {
-    "data": (datasets, DataSettings),
-    "split": (splitters, SplitSettings),
-    "model": (models, ModelSettings),
-}
+DATA = Choice(datasets.kind, DataSettings, lambda name: datasets[name].Config, datasets.names)
+SPLIT = Choice(
+    splitters.kind, SplitSettings, lambda name: splitters[name].Config, splitters.names, ("file",)
+)
+MODEL = Choice(models.kind, ModelSettings, lambda name: models[name].Config, models.names)
+#: Sections that choose a component.
+COMPONENTS: Mapping[str, Choice[Named, object]] = {"data": DATA, "split": SPLIT, "model": MODEL}
 #: Sections with the same settings whatever is chosen.
-PLAIN: Mapping[str, type[Any]] = {
+PLAIN: Mapping[str, type[object]] = {
     "run": RunSettings,
     "train": TrainSettings,
     "loss": LossSettings,
@@ -379,9 +418,9 @@ def _unknown_section(name: str, value: Any, sections: Sequence[str]) -> ConfigEr
     if isinstance(value, Mapping):
         return ConfigError(f"Unknown section [{name}]. {nearest(name, sections)}")
     homes = {section: set(keys(cls)) for section, cls in PLAIN.items()}
-    for section, (registry, common) in COMPONENTS.items():
-        own = (keys(registry[component].Config) for component in registry.names())
-        homes[section] = set(keys(common)).union(*own)
+    for section, choice in COMPONENTS.items():
+        own = (keys(choice.own(component)) for component in choice.names())
+        homes[section] = set(keys(choice.common)).union(*own)
     found = [f"{section}.{name}" for section, known in homes.items() if name in known]
     if found:
         return ConfigError(
@@ -412,9 +451,11 @@ def compose(tree: Mapping[str, Any]) -> Settings:
     grids = {k: dict(v) for k, v in part["tune"].items() if isinstance(v, Mapping)}
     for name, grid in grids.items():
         _check_grid(name, grid, common)
-    settings = Settings(
+    return Settings(
         run=run,
-        **{name: _component(*COMPONENTS[name], part[name], name) for name in COMPONENTS},
+        data=DATA.component(part["data"], "data"),
+        split=SPLIT.component(part["split"], "split"),
+        model=MODEL.component(part["model"], "model"),
         train=train,
         loss=build(LossSettings, part["loss"], "loss"),
         augment=build(AugmentSettings, part["augment"], "augment"),
@@ -425,8 +466,6 @@ def compose(tree: Mapping[str, Any]) -> Settings:
         grids=grids,
         methods=part["methods"],
     )
-    settings.method_config()
-    return settings
 
 
 def _check_method(
@@ -442,19 +481,26 @@ def _check_method(
             f"methods.{name} = {shown(values)} must be a section, for instance [methods.{name}]. "
             f"The method is chosen by run.method={name}."
         )
-    for part, allowed in OWN_SECTIONS.items():
-        own, where = values.get(part, {}), f"{section}.{name}.{part}"
-        if not isinstance(own, Mapping):
-            raise ConfigError(f"{where} must be a section, [{where}].")
-        for key in own:
-            if key not in allowed:
-                raise ConfigError(
-                    f"Unknown setting {where}.{key}. {nearest(key, allowed)} "
-                    f"Everything else of [{part}] is common to all methods."
-                )
-        build(type(common[part]), {**tree_of(common[part]), **own}, where)
+    for part in OWN_SECTIONS:
+        _section_of(name, values, part, common[part], section)
     values = {key: value for key, value in values.items() if key not in OWN_SECTIONS}
     build(methods[name].Config, values, f"{section}.{name}")
+
+
+def _section_of(
+    name: str, values: Mapping[str, Any], part: str, common: Section, section: str = "methods"
+) -> Section:
+    """A common section, changed by what a method has of it for itself."""
+    own, where = values.get(part, {}), f"{section}.{name}.{part}"
+    if not isinstance(own, Mapping):
+        raise ConfigError(f"{where} must be a section, [{where}].")
+    for key in own:
+        if key not in OWN_SECTIONS[part]:
+            raise ConfigError(
+                f"Unknown setting {where}.{key}. {nearest(key, OWN_SECTIONS[part])} "
+                f"Everything else of [{part}] is common to all methods."
+            )
+    return build(type(common), {**tree_of(common), **own}, where)
 
 
 def _check_grid(name: str, grid: Mapping[str, Any], common: Mapping[str, Any]) -> None:
@@ -475,9 +521,10 @@ def _check_grid(name: str, grid: Mapping[str, Any], common: Mapping[str, Any]) -
 def load_settings(source: str | Path, changes: Sequence[str] = ()) -> Settings:
     """Settings from a TOML file, or from a built-in one by its name (``demo``).
 
-    Settings come in layers: the file, further files in their order, and the changes one by one.
+    Settings come in layers: the file, further files in their order, and the changes together.
     Where a layer chooses another data set, splitter or model than the layers below, what those said
-    about their own goes; what all components of the section share stays.
+    about their own goes; what all components of the section share stays. A layer that names a
+    splitter wants it drawn: a partition file of the layers below goes, too.
 
     Args:
         source: the file, or the name.
@@ -486,26 +533,35 @@ def load_settings(source: str | Path, changes: Sequence[str] = ()) -> Settings:
     tree = _read(source)
     for file in filter(_is_file, changes):
         top = _read(file)
-        tree = merge(_without_others(tree, merge(tree, top), file), top)
+        tree = merge(_without_others(tree, top, merge(tree, top), file), top)
     assignments = [change for change in changes if not _is_file(change)]
-    below = _without_others(tree, override(tree, assignments), "the command line")
+    top, result = override({}, assignments), override(tree, assignments)
+    below = _without_others(tree, top, result, "the command line")
     return compose(override(below, assignments))
 
 
-def _without_others(below: Tree, result: Tree, layer: str) -> Tree:
-    """``below`` without the own settings of components that ``result`` no longer chooses."""
+def _without_others(below: Tree, top: Tree, result: Tree, layer: str) -> Tree:
+    """``below`` without what it says of components that the layer on top does not choose.
+
+    Args:
+        below: the layers so far.
+        top: the next layer.
+        result: both together.
+        layer: the next layer's name, for the line that says what goes.
+    """
     kept = dict(below)
-    for name, (registry, common) in COMPONENTS.items():
-        old, new = below.get(name), result.get(name)
-        if not isinstance(old, Mapping) or not isinstance(new, Mapping):
+    for name, choice in COMPONENTS.items():
+        old, said, new = (tree.get(name, {}) for tree in (below, top, result))
+        if not all(isinstance(section, Mapping) for section in (old, said, new)):
             continue  # refused when the whole is checked
-        was, now = (section.get("name", common.name) for section in (old, new))
-        own = [key for key in old if key not in keys(common)]
-        if was != now and own:
-            kept[name] = {key: value for key, value in old.items() if key not in own}
+        was, now = (section.get("name", choice.common().name) for section in (old, new))
+        gone = [key for key in old if was != now and key not in keys(choice.common)]
+        gone += [key for key in choice.instead if "name" in said and key in old and key not in said]
+        if gone:
+            kept[name] = {key: value for key, value in old.items() if key not in gone}
             logger.info(
-                "%s chooses %s %r; what was set for %r no longer counts: %s.",
-                *(layer, registry.kind, now, was, ", ".join(f"{name}.{key}" for key in own)),
+                "%s chooses %s %r; what was set before no longer counts: %s.",
+                *(layer, choice.kind, now, ", ".join(f"{name}.{key}" for key in gone)),
             )
     return kept
 

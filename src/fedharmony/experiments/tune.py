@@ -18,9 +18,10 @@ from fedharmony.config import flat, merge, nested, to_toml
 from fedharmony.data.base import DataSet
 from fedharmony.engine.checkpoint import write_file
 from fedharmony.errors import ConfigError
+from fedharmony.experiments.build import Observer
 from fedharmony.experiments.compare import Planned, execute, names_of, rehearse
 from fedharmony.experiments.folder import RunFolder, folder_name
-from fedharmony.experiments.run import Observer, with_threads
+from fedharmony.experiments.machine import with_threads
 from fedharmony.experiments.settings import Component, Settings
 from fedharmony.files import refuse_if_held
 from fedharmony.methods.base import methods
@@ -52,7 +53,7 @@ class Choice:
 
 
 @dataclass(frozen=True)
-class Found:
+class BestSettings:
     """The best settings of one method.
 
     Attributes:
@@ -123,7 +124,6 @@ class Search:
             split=Component(common, base.split.own),
             methods={**base.methods, method: own},
         )
-        settings.method_config()
         name = "_".join([f"lr={lr:g}", *(f"{key}={value}" for key, value in changes.items())])
         return Planned(settings, RunFolder(self.out / "trials" / method / folder_name(name)))
 
@@ -150,7 +150,7 @@ class Search:
         self,
         observer: Callable[[int, Planned], Observer],
         observe: Observer = lambda event: None,
-    ) -> list[Found]:
+    ) -> list[BestSettings]:
         """All methods, one after the other; ``tune.json`` and ``tuned.toml`` grow with them.
 
         ``observer(i, run)`` gives the observer of the i-th trial, ``observe`` is that of what comes
@@ -162,9 +162,9 @@ class Search:
 
     def _search_all(
         self, observer: Callable[[int, Planned], Observer], data: DataSet
-    ) -> list[Found]:
+    ) -> list[BestSettings]:
         trials: list[Trial] = []
-        found: list[Found] = []
+        found: list[BestSettings] = []
 
         def score(method: str, lr: float, changes: Mapping[str, Any]) -> float:
             planned, number = self.trial(method, lr, changes), len(trials)
@@ -181,7 +181,7 @@ class Search:
 
     def _search(
         self, method: str, score: Callable[[str, float, Mapping[str, Any]], float]
-    ) -> Found:
+    ) -> BestSettings:
         rates = self.rates()
         by_rate = {lr: score(method, lr, {}) for lr in rates}
         lr = _best(by_rate)
@@ -202,15 +202,15 @@ class Search:
             if len(numbers) == len(values) and _at_edge(value, numbers):
                 edges.append(setting)
         start = by_rate.get(self.settings.train.lr)
-        return Found(method, lr, tuple(choices), best, start, tuple(edges))
+        return BestSettings(method, lr, tuple(choices), best, start, tuple(edges))
 
     def _default(self, method: str, setting: str) -> Any:
         """The value of a setting where the search leaves it alone."""
         settings = self.settings.with_run(method)
         _section, dot, key = setting.rpartition(".")
-        return getattr(settings.taking_part if dot else settings.method_config(), key)
+        return getattr(settings.taking_part if dot else settings.method_config, key)
 
-    def _write(self, found: Sequence[Found], trials: Sequence[Trial]) -> None:
+    def _write(self, found: Sequence[BestSettings], trials: Sequence[Trial]) -> None:
         RunFolder(self.out).write_json(
             "tune.json",
             {

@@ -171,7 +171,7 @@ class Stage:
     """One exchange with clients.
 
     Attributes:
-        name: shown in logs and errors.
+        name: unique within a round; clients elsewhere find the stage by it, and logs show it.
         broadcast: makes the messages.
         aggregate: folds the replies.
         train: whether clients train before the sweep; if so they return their model.
@@ -212,15 +212,19 @@ class Method:
     """Base of all methods; by itself it is FedAvg's behaviour."""
 
     name: ClassVar[str] = ""
-    #: Frozen dataclass of the method's settings.
-    Config: ClassVar[type[Any]]
+
+    @dataclass(frozen=True)
+    class Config:
+        """A method's settings; a subclass inherits from this, and states ``config: Config``."""
+
+    config: Config
     #: Named bundles of settings; the first is the default, ``name:preset`` selects another. One may
     #: hold settings of the federation, too (``{"federation": {...}}``). Every method has ``plus``.
     presets: ClassVar[Mapping[str, Mapping[str, Any]]] = {"default": {}}
     #: One setting and the values ``fedharmony tune`` tries for it.
     search: ClassVar[Mapping[str, Sequence[Any]]] = {}
     #: Whether the received model scores each batch, without gradient, for :meth:`inputs`.
-    consults: bool = False
+    asks_received_model: bool = False
     #: Whether :meth:`draw` and :meth:`pull` are overridden; set by themselves.
     draws: ClassVar[bool] = False
     pulls: ClassVar[bool] = False
@@ -229,7 +233,7 @@ class Method:
     #: Largest norm of a client's gradient; None leaves it alone.
     max_grad_norm: float | None = None
 
-    def __init__(self, config: Any, task: Task) -> None:
+    def __init__(self, config: Config, task: Task) -> None:
         self.config = config
         self.task = task
 
@@ -238,7 +242,7 @@ class Method:
         cls.presets = {**cls.presets, "plus": cls.presets.get("plus", INGREDIENTS)}
 
     @classmethod
-    def suffix(cls, config: Any) -> str:
+    def suffix(cls, config: Config) -> str:
         """Added to the name wherever results are shown, for settings that change what it means."""
         return ""
 
@@ -255,7 +259,7 @@ class Method:
         return Record({PARAMS: params, BUFFERS: buffers})
 
     def stages(self, round: int) -> Sequence[Stage]:
-        """The exchanges of a round."""
+        """The exchanges of a round, in order; the same on every side that asks with a round."""
         return [Stage("update", self.broadcast, self.aggregate, sweep=self.sweep())]
 
     def broadcast(self, state: Record, round: int, clients: Sequence[int]) -> Mapping[int, Record]:
@@ -296,7 +300,7 @@ class Method:
     def inputs(self, batch: Batch, message: Groups, received: Tensor | None) -> Tensors:
         """What the head reads beside the image, (B, ...) each; the loss finds it in its batch.
 
-        ``received`` holds the received model's outputs (B, C) if the method ``consults`` it.
+        ``received`` holds the received model's outputs (B, C) if ``asks_received_model`` is set.
         """
         return {}
 

@@ -24,5 +24,5 @@ class FedAvg(Method):
     """Local training, models averaged by data size (McMahan et al., 2017)."""
 
     @dataclass(frozen=True)
-    class Config:
+    class Config(Method.Config):
         """FedAvg has no settings of its own."""

@@ -49,7 +49,7 @@ class FedCurv(Method):
     """Pull towards the other clients' optima by Fisher information (Shoham et al., 2019)."""
 
     @dataclass(frozen=True)
-    class Config:
+    class Config(Method.Config):
         """Settings of FedCurv.
 
         Attributes:
@@ -69,6 +69,8 @@ class FedCurv(Method):
         fisher_samples: Annotated[int, Ge(1)] = 500
         clip_quantile: Annotated[float, Gt(0), Le(1)] = 0.999
         payload: Literal["float32", "float16"] = "float32"
+
+    config: Config
 
     search: ClassVar[Mapping[str, Sequence[Any]]] = {"weight": (1e-3, 1e-2, 1e-1, 1.0)}
 

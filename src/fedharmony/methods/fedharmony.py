@@ -99,7 +99,7 @@ class FedHarmony(Method):
     """Consensus correlation teacher and quality-aware aggregation (Kou et al., CVPR 2026)."""
 
     @dataclass(frozen=True)
-    class Config:
+    class Config(Method.Config):
         """Settings of FedHarmony; the paper's parts A, B and C switch independently.
 
         Attributes:
@@ -218,6 +218,8 @@ class FedHarmony(Method):
                     f"shrinkage = {self.shrinkage:g} belongs to normaliser = 'pearson'; 'phi' has "
                     "clamp instead. Change one of the two."
                 )
+
+    config: Config
 
     presets: ClassVar[Mapping[str, Mapping[str, Any]]] = {
         "recommended": {},

@@ -45,7 +45,7 @@ class FedLGT(Method):
     """Label tokens with universal text embeddings, client-aware masks (Liu et al., 2024)."""
 
     @dataclass(frozen=True)
-    class Config:
+    class Config(Method.Config):
         """Settings of FedLGT.
 
         Attributes:
@@ -53,7 +53,7 @@ class FedLGT(Method):
                 random unit vectors from the model's seed and names the run ``fedlgt-randtext``.
             ca_mle: in which images the labels the received model doubts are kept unknown: "all",
                 the "first" of each batch (as the released code does), or "off" for none.
-            margin: ε.
+            margin: ε; a label is doubted when its probability is this near to 0.5.
             known_share: largest share of the labels that is given as known.
             swap_states: exchange the words for positive and negative, as the released code does.
             embedding: width of the tokens; a text file must have the same.
@@ -76,6 +76,8 @@ class FedLGT(Method):
         dropout: Annotated[float, Ge(0), Lt(1)] = 0.1
         max_norm: Annotated[float, Gt(0)] = 10.0
 
+    config: Config
+
     presets: ClassVar[Mapping[str, Mapping[str, Any]]] = {
         "default": {},
         "released": {"ca_mle": "first", "swap_states": True},
@@ -84,14 +86,15 @@ class FedLGT(Method):
 
     def __init__(self, config: Config, task: Task) -> None:
         super().__init__(config, task)
-        self.consults = config.ca_mle != "off"
+        self.asks_received_model = config.ca_mle != "off"
         self.max_grad_norm = config.max_norm
         # In decimals, as written: 0.29 · 100 is 29, not 28.999….
         self.most = int(Decimal(str(config.known_share)) * task.classes)
 
     @classmethod
-    def suffix(cls, config: Any) -> str:
+    def suffix(cls, config: Method.Config) -> str:
         """Without text embeddings it is not the method of the paper."""
+        assert isinstance(config, cls.Config)
         return "" if config.text else "-randtext"
 
     def head(self, width: int) -> LabelTransformer:

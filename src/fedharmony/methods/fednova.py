@@ -43,7 +43,7 @@ class FedNova(Method):
     """Updates normalised by local work (Wang et al., 2020)."""
 
     @dataclass(frozen=True)
-    class Config:
+    class Config(Method.Config):
         """Settings of FedNova.
 
         Attributes:
@@ -59,6 +59,8 @@ class FedNova(Method):
         tau_eff: Literal["mean", "ones"] = "mean"
         max_amplification: Annotated[float, Ge(1)] | None = None
         server_momentum: Annotated[float, Ge(0), Lt(1)] = 0.0
+
+    config: Config
 
     presets: ClassVar[Mapping[str, Mapping[str, Any]]] = {
         "default": {},
@@ -81,8 +83,9 @@ class FedNova(Method):
             )
 
     @classmethod
-    def suffix(cls, config: Any) -> str:
+    def suffix(cls, config: Method.Config) -> str:
         """Never show the diagnostic under the method's name."""
+        assert isinstance(config, cls.Config)
         return "-diagnostic" if config.tau_eff == "ones" else ""
 
     @stacked

@@ -31,7 +31,7 @@ class FedProx(Method):
     """Local training with a pull towards the received model (Li et al., 2020)."""
 
     @dataclass(frozen=True)
-    class Config:
+    class Config(Method.Config):
         """Settings of FedProx.
 
         Attributes:
@@ -41,6 +41,8 @@ class FedProx(Method):
 
         mu: Annotated[float, Ge(0)] = 0.01
         placement: Literal["coupled", "decoupled"] = "coupled"
+
+    config: Config
 
     search: ClassVar[Mapping[str, Sequence[Any]]] = {"mu": (1e-4, 1e-3, 1e-2, 1e-1, 1.0)}
 

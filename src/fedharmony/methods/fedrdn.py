@@ -40,7 +40,7 @@ class FedRDN(Method):
     """Normalisation with the statistics of random clients (Yan et al., 2025)."""
 
     @dataclass(frozen=True)
-    class Config:
+    class Config(Method.Config):
         """Settings of FedRDN.
 
         Attributes:
@@ -57,6 +57,8 @@ class FedRDN(Method):
         collect: Literal["everyone", "cohort"] = "everyone"
         min_images: Annotated[int, Ge(1)] = 1
         min_std: Annotated[float, Gt(0)] = 0.05
+
+    config: Config
 
     search: ClassVar[Mapping[str, Sequence[Any]]] = {"draw": ("image_pair", "batch_independent")}
 

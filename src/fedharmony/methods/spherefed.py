@@ -46,7 +46,7 @@ class SphereFed(Method):
     """Unit features, a frozen orthonormal head, closed-form calibration (Dong et al., 2022)."""
 
     @dataclass(frozen=True)
-    class Config:
+    class Config(Method.Config):
         """Settings of SphereFed.
 
         Attributes:
@@ -64,6 +64,8 @@ class SphereFed(Method):
         ridge: Annotated[float, Gt(0)] = 1e-3
         scale: Annotated[float, Gt(0)] = 16.0
         projection: Annotated[int, Ge(1)] | None = None
+
+    config: Config
 
     presets: ClassVar[Mapping[str, Mapping[str, Any]]] = {
         "s1": {},

@@ -392,13 +392,11 @@ class ScoreStore:
     """Collects batches of scores and targets on the CPU, then evaluates all of them at once.
 
     Keeps float32 scores and uint8 targets: five bytes per image-label pair (16 MB for COCO). How
-    the images were cut into batches, and which process saw which, does not change a bit of the
-    result (with ``ap_ties="stable"``: as long as the order is kept).
+    the images were cut into batches does not change a bit of the result.
 
-    >>> store, other = ScoreStore(), ScoreStore()
+    >>> store = ScoreStore()
     >>> store.add(torch.tensor([[0.9, 0.2]]), torch.tensor([[1, 0]]))
-    >>> other.add(np.array([[0.3, 0.7]]), np.array([[0, 1]]))
-    >>> store.merge(other)
+    >>> store.add(np.array([[0.3, 0.7]]), np.array([[0, 1]]))
     >>> len(store), store.result().map
     (2, 1.0)
     """
@@ -417,18 +415,14 @@ class ScoreStore:
         values, positive, mask = checked_arrays(
             scores, targets, known, ndim=2, unit_range=True, first_row=len(self)
         )
-        self._check_width(values.shape[1])
+        if self._scores and self._scores[0].shape[1] != values.shape[1]:
+            raise DataError(
+                f"A batch with {values.shape[1]} labels cannot join a store with "
+                f"{self._scores[0].shape[1]}. Use one store per label set."
+            )
         self._scores.append(np.array(values, np.float32))
         self._targets.append(positive.astype(np.uint8))
         self._known.append(None if mask is None else mask.copy())
-
-    def merge(self, other: ScoreStore) -> None:
-        """Append the batches of another store, for instance that of another worker."""
-        if other._scores:
-            self._check_width(other._scores[0].shape[1])
-        self._scores += other._scores
-        self._targets += other._targets
-        self._known += other._known
 
     def arrays(self) -> tuple[npt.NDArray[np.float32], Labels, Bools | None]:
         """Scores ``(N, C)``, targets ``(N, C)``, and the mask of known entries if one was given."""
@@ -446,13 +440,6 @@ class ScoreStore:
         """:func:`evaluate` of everything stored."""
         scores, targets, known = self.arrays()
         return evaluate(scores, targets, options, known)
-
-    def _check_width(self, n_labels: int) -> None:
-        if self._scores and self._scores[0].shape[1] != n_labels:
-            raise DataError(
-                f"A batch with {n_labels} labels cannot join a store with "
-                f"{self._scores[0].shape[1]}. Use one store per label set."
-            )
 
 
 # ---------------------------------------------------------------------------- average precision

@@ -50,17 +50,26 @@ class Backbone(ABC):
     """Images to features; holds settings, never tensors.
 
     Attributes:
-        Config: frozen dataclass of the settings.
+        config: the settings; a subclass has its own ``Config``, which inherits from this one.
         name: registered name.
         stackable: whether more than one client may be applied at a time.
+        mixes_images: whether images of a batch influence each other in training, as batch
+            normalisation does it. Then batches hold no padding, so that steps have any size: they
+            are neither compiled nor recorded. Only such a backbone may have buffers, and it is not
+            stackable.
         width: feature width D.
         mean: per-channel mean of the expected input normalisation, for images in [0, 1].
         std: per-channel standard deviation of the expected input normalisation.
     """
 
-    Config: ClassVar[type[Any]]
+    @dataclass(frozen=True)
+    class Config:
+        """Settings of the backbone."""
+
+    config: Config
     name: ClassVar[str]
     stackable: ClassVar[bool] = True
+    mixes_images: bool = False
     #: How many of the first tokens stand for the whole image, not for a patch.
     class_tokens: ClassVar[int] = 1
 
@@ -69,7 +78,7 @@ class Backbone(ABC):
     std: tuple[float, float, float]
 
     @abstractmethod
-    def __init__(self, config: Any, input: InputSpec) -> None:
+    def __init__(self, config: Config, input: InputSpec) -> None:
         """Check that ``config`` fits the images; raise ConfigError with advice if it does not."""
 
     @abstractmethod
@@ -81,11 +90,23 @@ class Backbone(ABC):
         """Float32 parameters of one client on the CPU: drawn, or read from a weights file."""
 
     def init_buffers(self) -> Tensors:
-        """Tensors that are not trained (running statistics), if there are any.
+        """What training changes beside parameters (running statistics), if there is any.
 
-        In :meth:`tokens` they stand among the parameters and are only read.
+        Buffers travel with the parameters and are averaged with the same weights. In
+        :meth:`tokens` they stand among the parameters.
         """
         return {}
+
+    def constants(self) -> Tensors:
+        """Tensors that never change, if there are any; in :meth:`tokens`, among the parameters."""
+        return {}
+
+    def training(self) -> Backbone:
+        """The same backbone as it is applied in training: itself, unless that differs.
+
+        What this gives renews its buffers in place, (M, ...) each among the parameters.
+        """
+        return self
 
     @abstractmethod
     def tokens(self, params: Mapping[str, Tensor], images: Tensor) -> Tensor:
@@ -185,11 +206,15 @@ class Model:
         return {**self.backbone.init(generator), **self.head.init(generator)}
 
     def divide(self, params: Mapping[str, Tensor]) -> tuple[Tensors, Tensors]:
-        """What is trained, averaged and sent; and what is frozen, the backbone's buffers too."""
+        """What is trained, averaged and sent; and what is frozen, the backbone's constants too."""
         names = self.head.frozen
         frozen = {name: tensor for name, tensor in params.items() if name in names}
         trained = {name: tensor for name, tensor in params.items() if name not in names}
-        return trained, {**frozen, **self.backbone.init_buffers()}
+        return trained, {**frozen, **self.backbone.constants()}
+
+    def training(self) -> Model:
+        """The same model as it is applied in training."""
+        return replace(self, backbone=self.backbone.training())
 
     def compiled(self, compile: Callable[[Piece], Piece]) -> Model:
         """The same model with the parts of its backbone compiled."""
@@ -207,7 +232,8 @@ class Model:
     ) -> Tensor:
         """Outputs (M, B, C) of M clients for normalised images (M, B, channels, H, W).
 
-        Clients and rows do not influence each other, so padding rows cannot change a result.
+        Clients do not influence each other. Nor do rows (unless the backbone ``mixes_images`` in
+        training), so padding rows cannot change a result.
 
         Args:
             params: parameters (and buffers) with their client axis.

@@ -3,20 +3,24 @@
 timm's modules have no client axis. Clients of a stack run one after the other, so the engine takes
 them one at a time; our own :mod:`~fedharmony.models.vit` is many times faster where it fits.
 
-Running statistics of batch normalisation are used and never updated (evaluation mode), as in
-federated fine-tuning of pre-trained networks: statistics of 16 images of one client would be noise,
-and would differ between clients. Dropout and stochastic depth are off.
+Batch normalisation trains as usual: a client's batches are normalised with their own statistics,
+which renew the running ones; these travel with the model, are averaged by the server like
+parameters, and serve evaluation and passes without training. A batch of one image has no
+statistics: it is normalised with the running ones, and leaves them. Dropout and stochastic depth
+are off.
 """
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+import copy
+from collections.abc import Iterator, Mapping
 from dataclasses import dataclass
 from typing import Annotated, Any
 
 import torch
 from annotated_types import MinLen
 from torch import Tensor
+from torch.nn.modules.batchnorm import _BatchNorm
 
 from fedharmony.config import FilePath
 from fedharmony.errors import ConfigError, nearest
@@ -35,7 +39,7 @@ class TimmBackbone(Backbone):
     stackable = False
 
     @dataclass(frozen=True)
-    class Config:
+    class Config(Backbone.Config):
         """Settings of a timm backbone.
 
         Attributes:
@@ -50,6 +54,8 @@ class TimmBackbone(Backbone):
         weights: FilePath | None = None
         mean: tuple[float, float, float] | None = None
         std: tuple[float, float, float] | None = None
+
+    config: Config
 
     def __init__(self, config: Config, input: InputSpec) -> None:
         self.config, self.input = config, input
@@ -69,6 +75,13 @@ class TimmBackbone(Backbone):
                 f"width {tokens.shape[-1]}; heads cannot read them. Choose another architecture."
             )
         self.patches = tokens.shape[1]
+        self._statistics = {
+            f"{PREFIX}{name}.{part}"
+            for name, _ in _batch_norms(self.module)
+            for part in ("running_mean", "running_var")
+        }
+        self.mixes_images = bool(self._statistics)
+        self._still = self  # what is not in training
 
     @property
     def class_tokens(self) -> int:  # type: ignore[override]
@@ -92,7 +105,24 @@ class TimmBackbone(Backbone):
         return {n: t for n, t in self._file().items() if n in self.shapes()}
 
     def init_buffers(self) -> Tensors:
-        """Running statistics and other constants; they are read and never changed."""
+        """Running statistics of batch normalisation."""
+        return {n: t for n, t in self._buffers().items() if n in self._statistics}
+
+    def constants(self) -> Tensors:
+        """Whatever else the module keeps beside its parameters, for instance index tables."""
+        return {n: t for n, t in self._buffers().items() if n not in self._statistics}
+
+    def training(self) -> TimmBackbone:
+        """The same backbone with its batch normalisation in training mode."""
+        if not self.mixes_images:
+            return self
+        twin = copy.copy(self)
+        twin.module = copy.deepcopy(self.module)
+        for _, layer in _batch_norms(twin.module):
+            layer.training = True  # of this layer alone: dropout inside of it stays off
+        return twin
+
+    def _buffers(self) -> Tensors:
         own = {PREFIX + n: b.detach().clone() for n, b in self.module.named_buffers()}
         if self.weights is not None:
             own |= {n: t.to(own[n].dtype) for n, t in self._file().items() if n in own}
@@ -129,10 +159,10 @@ class TimmBackbone(Backbone):
 
     def _each(self, params: Mapping[str, Tensor], images: Tensor, part: str) -> Tensor:
         names = [n for n in params if n.startswith(PREFIX)]
+        wrapped = _Part(self if images.shape[1] > 1 else self._still, part)
         outputs = []
         for m in range(len(images)):
             own = {f"net.{n.removeprefix(PREFIX)}": params[n][m] for n in names}
-            wrapped = _Part(self, part)
             outputs.append(torch.func.functional_call(wrapped, own, (images[m],)))
         return torch.stack(outputs)
 
@@ -169,4 +199,13 @@ def _create(architecture: str, input: InputSpec) -> Any:
         module = timm.create_model(architecture, img_size=size, **options)
     except TypeError:  # takes images of any size
         module = timm.create_model(architecture, **options)
+    for _, layer in _batch_norms(module):
+        layer.num_batches_tracked = None  # a counter that nothing reads
     return module.eval()
+
+
+def _batch_norms(module: torch.nn.Module) -> Iterator[tuple[str, _BatchNorm]]:
+    """The layers with running statistics, by name."""
+    for name, layer in module.named_modules():
+        if isinstance(layer, _BatchNorm) and layer.running_mean is not None:
+            yield name, layer

@@ -57,7 +57,7 @@ class ViT(Backbone):
     """
 
     @dataclass(frozen=True)
-    class Config:
+    class Config(Backbone.Config):
         """Settings of a vision transformer.
 
         Attributes:
@@ -81,6 +81,8 @@ class ViT(Backbone):
         weights: FilePath | None = None
         mean: tuple[float, float, float] | None = None
         std: tuple[Positive, Positive, Positive] | None = None
+
+    config: Config
 
     def __init__(self, config: Config, input: InputSpec) -> None:
         if config.width % config.heads:

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Iterator, Mapping
 from typing import Protocol
 
 from fedharmony.methods.base import Stage
@@ -12,16 +12,26 @@ from fedharmony.types import Failure, Record, Reply
 class Transport(Protocol):
     """Delivers messages and brings replies back.
 
+    A stage says what clients do, and holds functions: it cannot leave the process. Its *name* can.
+    A transport to other processes or hosts sends the name, the round and the message; the other
+    side, which has made the same method of the same settings, finds the stage again::
+
+        stage = next(s for s in method.stages(round) if s.name == name)
+
+    So names of stages are unique within a round, and what ``stages`` gives depends on settings and
+    round alone. Only ``train``, ``sweep`` and ``name`` matter on the client's side; ``broadcast``
+    and ``aggregate`` are the server's.
+
     The round loop waits for an exchange as long as it takes. A transport to other processes or
     hosts bounds it, and gives a :class:`Failure` for a client that does not answer in time (or ends
     the run, where it cannot go on without). Work in this process cannot be broken off: a client
     that hangs there (an image on a network disk that is gone) hangs the run.
 
     Attributes:
-        sizes: number of images of each client, by client id 0..K−1.
+        sizes: number of images of each client, by its id. It may grow between rounds.
     """
 
-    sizes: Sequence[int]
+    sizes: Mapping[int, int]
 
     def exchange(
         self, stage: Stage, round: int, messages: Mapping[int, Record]

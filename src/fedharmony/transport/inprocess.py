@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import logging
 import traceback
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping
 from dataclasses import replace
 from pathlib import Path
 
@@ -41,7 +41,7 @@ class InProcess:
         tick: Callable[[int, int, int], None] | None = None,
     ) -> None:
         self.cohort = cohort
-        self.sizes: Sequence[int] = cohort.sizes
+        self.sizes: Mapping[int, int] = cohort.sizes
         self._rule = StackRule(stack) if isinstance(stack, int) else stack
         self._tick = tick
         self._saved = 0

@@ -13,7 +13,7 @@ from __future__ import annotations
 import atexit
 import json
 import os
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Iterator, Mapping
 from dataclasses import asdict, dataclass
 from datetime import timedelta
 
@@ -86,7 +86,7 @@ class Processes:
 
     def __init__(self, own: Transport, members: Crew, device: torch.device) -> None:
         self._own, self._crew, self._device = own, members, device
-        self.sizes: Sequence[int] = own.sizes
+        self.sizes: Mapping[int, int] = own.sizes
 
     def exchange(
         self, stage: Stage, round: int, messages: Mapping[int, Record]

@@ -1,0 +1,191 @@
+"""What a run is, without any data: method, model and cohorts, from settings and a few facts.
+
+A server needs no more than this. :mod:`~fedharmony.experiments.build` adds the data to it, where
+clients are simulated.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, replace
+from functools import cached_property
+
+import numpy as np
+import torch
+
+from fedharmony.config import machine_memory
+from fedharmony.engine.federation import Federation, FederationSettings
+from fedharmony.engine.head_start import opening
+from fedharmony.engine.optimise import TrainSettings
+from fedharmony.engine.sampling import Schedule, cohort_size, images_of_rounds
+from fedharmony.engine.server_average import ServerAverage
+from fedharmony.errors import CheckpointError, ConfigError
+from fedharmony.experiments.settings import CENTRAL_METHOD, Settings
+from fedharmony.methods.base import Method, Stage, Task, methods
+from fedharmony.models.base import Backbone, InputSpec, Model, models
+from fedharmony.rng import torch_rng
+from fedharmony.transport.base import Transport
+from fedharmony.types import FROZEN, Record, Tensors
+
+
+@dataclass(frozen=True)
+class Facts:
+    """What must be known of the clients' data before round 0.
+
+    Attributes:
+        classes: label names.
+        image: channels, height and width.
+        sizes: number of images that each client trains on, by its id.
+        unknown_labels: whether some labels of the training images are unknown to the clients.
+    """
+
+    classes: tuple[str, ...]
+    image: tuple[int, int, int]
+    sizes: Mapping[int, int]
+    unknown_labels: bool = False
+
+
+@dataclass(frozen=True)
+class Blueprint:
+    """A run without data.
+
+    Attributes:
+        settings: all of them.
+        facts: of the clients' data.
+        model: backbone and head.
+        method: what clients and server do.
+        schedule: the cohort of each round.
+        opening: exchanges before the first training, whatever the method.
+        gathered: for training in one place, the number of images that each round sees.
+    """
+
+    settings: Settings
+    facts: Facts
+    model: Model
+    method: Method
+    schedule: Sequence[Sequence[int]]
+    opening: Sequence[Stage] = ()
+    gathered: Sequence[int] | None = None
+
+    @cached_property
+    def parameters(self) -> tuple[Tensors, Tensors]:
+        """The initial model: what is trained, and what is frozen."""
+        seed = self.settings.model.common.seed
+        return self.model.divide(self.model.init(torch_rng(seed, "model")))
+
+    def initial_state(self) -> Record:
+        """The server's state before round 0."""
+        trained, frozen = self.parameters
+        state = self.method.init_state(trained, self.model.backbone.init_buffers())
+        return state.replace({FROZEN: frozen}) if frozen else state
+
+    def refuse_other_constants(self, state: Record, rounds_done: int) -> None:
+        """Refuse to go on with other frozen tensors than the run began with."""
+        saved, made = state.get(FROZEN), self.parameters[1]
+        same = saved.keys() == made.keys() and all(torch.equal(saved[n], made[n]) for n in made)
+        # After the last round a method may have fitted them; nothing is trained with them then.
+        if not same and rounds_done < self.settings.run.rounds:
+            raise CheckpointError(
+                "The frozen part of the model is not the one this run began with: a file it is "
+                "read from (weights, label text) has changed since. Put the old file back, or "
+                "start a new run."
+            )
+
+    @property
+    def training(self) -> TrainSettings:
+        """Local training; the epochs of training in one place are in ``gathered`` already."""
+        training = self.settings.training
+        return training if self.gathered is None else replace(training, epochs=1)
+
+    @property
+    def taking_part(self) -> FederationSettings:
+        """Who takes part; one party in place of a cohort does not drop out."""
+        federation = self.settings.taking_part
+        return federation if self.gathered is None else replace(federation, drop_rate=0.0)
+
+    @property
+    def images(self) -> int:
+        """The number of images to be trained on in all rounds, as expected of random cohorts."""
+        sizes = [n for n in self.facts.sizes.values() if n > 0]
+        federation = self.settings.federation
+        by_size = federation.sampling == "size"
+        cohort = cohort_size(len(sizes), federation.participation, federation.cohort)
+        mean = float(np.average(sizes, weights=sizes if by_size else None))
+        return round(self.settings.run.rounds * self.settings.training.epochs * cohort * mean)
+
+    def federation(self, transport: Transport) -> Federation:
+        """The round loop over clients that a transport reaches."""
+        return Federation(
+            method=self.method,
+            transport=transport,
+            schedule=self.schedule,
+            settings=self.taking_part,
+            seed=self.settings.run.seed,
+            epochs=self.training.epochs,
+            opening=self.opening,
+        )
+
+    @property
+    def average(self) -> ServerAverage:
+        """How the model that is evaluated is made of the global ones."""
+        return ServerAverage(self.taking_part.server_average)
+
+
+def blueprint(settings: Settings, facts: Facts) -> Blueprint:
+    """Make method, model and cohorts; whatever does not fit together is refused here."""
+    run, train, federation = settings.run, settings.training, settings.federation
+    backbone = make_backbone(settings, facts.image)
+    task = Task(
+        classes=len(facts.classes),
+        clients=len(facts.sizes),
+        rounds=run.rounds,
+        batch_size=train.batch_size,
+        epochs=train.epochs,
+        seed=run.seed,
+        width=backbone.width,
+        lr=train.lr,
+        optimiser=train.optimiser,
+        momentum=train.momentum,
+        loss=settings.loss,
+        labels=facts.classes,
+        average=federation.average,
+        mean=backbone.mean,
+        std=backbone.std,
+        unknown_labels=facts.unknown_labels,
+    )
+    method = methods[settings.method_name](settings.method_config, task)
+    model = Model(backbone, method.head(backbone.width))
+    refuse_too_large(model.num_parameters)
+    holders = sum(size > 0 for size in facts.sizes.values())
+    cohort = cohort_size(holders, federation.participation, federation.cohort)
+    schedule = Schedule(facts.sizes, run.rounds, cohort, federation.sampling, run.seed)
+    first = opening(method, model.head, settings.taking_part)
+    if not federation.central:
+        return Blueprint(settings, facts, model, method, schedule, first)
+    if settings.method_name != CENTRAL_METHOD:
+        raise ConfigError(
+            f"federation.central = true trains in one place, where {settings.method_name!r} has no "
+            f"meaning. Set run.method = {CENTRAL_METHOD!r}."
+        )
+    # Round t is a client of its own, which nobody remembers: so its images can be counted out.
+    counts = images_of_rounds(facts.sizes, schedule, train.epochs, federation.drop_rate, run.seed)
+    rounds = [[t] if count else [] for t, count in enumerate(counts)]
+    return Blueprint(settings, facts, model, method, rounds, first, counts)
+
+
+def make_backbone(settings: Settings, shape: tuple[int, int, int]) -> Backbone:
+    """The backbone for images of a shape."""
+    backbone = models[settings.model.common.name](settings.model.own, InputSpec(*shape))
+    refuse_too_large(sum(math.prod(shape) for shape in backbone.shapes().values()))
+    return backbone
+
+
+def refuse_too_large(parameters: int) -> None:
+    """Refuse a model that this machine cannot hold twice: once as it is, and once trained."""
+    memory = machine_memory()
+    if 8 * parameters > memory:
+        raise ConfigError(
+            f"A model of {parameters:,} parameters needs {8 * parameters / 1e9:,.0f} GB at the "
+            f"very least; this machine has {memory / 1e9:,.0f} GB. Choose a smaller model."
+        )

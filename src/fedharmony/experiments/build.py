@@ -1,0 +1,294 @@
+"""A run with its simulated clients: the blueprint, and the data that stand behind it."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass, replace
+from pathlib import Path
+from typing import Any, Protocol
+
+import numpy as np
+import numpy.typing as npt
+import torch
+
+from fedharmony.data.annotations import FileSource
+from fedharmony.data.base import DataSet, LabelledImages, TensorImages, datasets
+from fedharmony.data.cache import MappedImages
+from fedharmony.engine.cohort import Cohort
+from fedharmony.engine.federation import Event, Federation
+from fedharmony.engine.means import Means
+from fedharmony.engine.memory import ClientMemory
+from fedharmony.engine.room import StackRule, Trial
+from fedharmony.engine.sampling import gathered_rounds
+from fedharmony.errors import ConfigError
+from fedharmony.experiments.binding import Binding, bind
+from fedharmony.experiments.blueprint import Blueprint, Facts, blueprint
+from fedharmony.experiments.machine import choose_device, choose_means
+from fedharmony.experiments.settings import Settings
+from fedharmony.partition.annotation import client_known
+from fedharmony.partition.base import Partition, splitters
+from fedharmony.partition.feature_skew import feature_skew, skewed_images
+from fedharmony.rng import numpy_rng
+from fedharmony.transport.base import Transport
+from fedharmony.transport.inprocess import InProcess
+from fedharmony.transport.processes import Processes, crew, join
+from fedharmony.types import Index, Labels, Record
+
+Observer = Callable[[Event], None]
+
+
+@dataclass(frozen=True)
+class Assembly:
+    """Everything a simulated run is made of, built and checked before round 0.
+
+    Attributes:
+        blueprint: the run without its data.
+        loaded: the data as they were loaded.
+        data: the data as clients see them, on the device.
+        partition: who holds which image.
+        clients: what each client trains on: its part, less what is held out.
+        device: where to compute.
+        means: how to compute.
+        bound: the hashes of all this.
+    """
+
+    blueprint: Blueprint
+    loaded: DataSet
+    data: DataSet
+    partition: Partition
+    clients: Mapping[int, Index]
+    device: torch.device
+    means: Means
+    bound: Binding
+
+    @property
+    def settings(self) -> Settings:
+        """The settings of the run."""
+        return self.blueprint.settings
+
+    def initial_state(self) -> Record:
+        """The server's state before round 0, on the device."""
+        return self.blueprint.initial_state().to(self.device)
+
+    def federation(
+        self, memory: ClientMemory, tick: Callable[[int, int, int], None] | None = None
+    ) -> Federation:
+        """The round loop over clients in this process, or in those that ``torchrun`` started."""
+        plan, engine = self.blueprint, self.settings.engine
+        cohort = Cohort(
+            plan.model,
+            plan.method,
+            self.data.train,
+            self.clients,
+            plan.training,
+            self.settings.run.seed,
+            self.device,
+            engine.sweep_batch,
+            plan.parameters[1],
+            memory,
+            self.settings.augment,
+            self.means,
+        )
+        transport: Transport = InProcess(cohort, self.stack_rule(), tick)
+        if crew().size > 1:
+            join(self.device, engine.wait_s)
+            transport = Processes(transport, crew(), self.device)
+        return plan.federation(transport)
+
+    def stack_rule(self) -> StackRule:
+        """How many clients train at once: as the settings say, or as a trial shows."""
+        stack, model = self.settings.engine.stack, self.blueprint.model
+        if stack is not None:
+            return StackRule(stack if model.backbone.stackable else 1)
+        trained, frozen = self.blueprint.parameters
+        batch, image = self.settings.train.batch_size, self.blueprint.facts.image
+        return Trial(model, {**trained, **frozen}, self.means, self.device, batch, image).rule()
+
+
+def assemble(
+    settings: Settings,
+    partition_file: Path | None = None,
+    data: DataSet | None = None,
+    observe: Observer = lambda event: None,
+) -> Assembly:
+    """Build data, split, model and method; whatever does not fit is refused here.
+
+    Args:
+        settings: all of them.
+        partition_file: the split; none takes the one that the settings say.
+        data: as loaded before; none loads them.
+        observe: is told of images that are decoded.
+    """
+    device = choose_device(settings.engine.device)
+    if data is None:
+        loaded, draft = _load(settings, partition_file, observe)
+    else:
+        loaded, draft = data, _draft_of(settings, partition_file, data)
+    plan, partition, clients = draft.blueprint, draft.partition, draft.clients
+    data = on_device(loaded, device)
+    if draft.held_out is not None:
+        # A label that the owner of an image does not annotate cannot serve to choose settings.
+        test = as_annotated(data.train, partition, settings).subset(draft.held_out)
+        data = replace(data, test=test)
+    if plan.gathered is None:
+        data = as_clients_see(data, partition, settings)
+    else:
+        images = np.sort(np.concatenate(list(clients.values())))
+        clients = dict(enumerate(gathered_rounds(images, plan.gathered, settings.run.seed)))
+    backbone = plan.model.backbone
+    means = choose_means(settings.engine, device, backbone.elements(), plan.images)
+    return Assembly(
+        blueprint=plan,
+        loaded=loaded,
+        data=data,
+        partition=partition,
+        clients=clients,
+        device=device,
+        means=means.exact() if backbone.mixes_images else means,
+        bound=bind(loaded, partition, draft.held_out),
+    )
+
+
+class Labelled(Protocol):
+    """Training images of which labels, owners and unknown labels are known, if not their pixels."""
+
+    @property
+    def labels(self) -> Labels:
+        """(N, C) zeros and ones."""
+
+    @property
+    def users(self) -> npt.NDArray[Any] | None:
+        """(N,) the owner of each image."""
+
+    @property
+    def known(self) -> npt.NDArray[np.bool_] | None:
+        """(N, C) whether a label is known; none: all are."""
+
+
+@dataclass(frozen=True)
+class Draft:
+    """What is made of labels alone, before the images are read.
+
+    Attributes:
+        partition: who holds which image.
+        clients: what each client trains on.
+        held_out: the training images that take the place of the test set, if any do.
+        blueprint: the run without its data.
+    """
+
+    partition: Partition
+    clients: Mapping[int, Index]
+    held_out: Index | None
+    blueprint: Blueprint
+
+
+def _load(
+    settings: Settings, partition_file: Path | None, observe: Observer
+) -> tuple[DataSet, Draft]:
+    """Load the data and draft the run; images that must be decoded say so as events.
+
+    An hour of decoding should not end in a split that cannot be made, or in weights that cannot be
+    read: with image files, both are made of the annotations first.
+    """
+    source = datasets[settings.data.common.name](settings.data.own)
+    if not isinstance(source, FileSource):
+        data = source.load()
+        return data, _draft_of(settings, partition_file, data)
+    content = source.annotations()
+    source.refuse_missing(content)
+    classes, train, _ = content
+    image = (3, source.config.image_size, source.config.image_size)
+    draft = _draft(settings, partition_file, classes, image, train)
+    _ = draft.blueprint.parameters  # reads the weights, once
+    data = source.load(lambda d, n: observe({"event": "decode", "done": d, "total": n}), content)
+    if len(data.train) < len(train):  # images that cannot be read were left out
+        draft = _draft_of(settings, partition_file, data)
+    return data, draft
+
+
+def _draft_of(settings: Settings, partition_file: Path | None, data: DataSet) -> Draft:
+    return _draft(settings, partition_file, data.classes, data.train.images.shape, data.train)
+
+
+def _draft(
+    settings: Settings,
+    partition_file: Path | None,
+    classes: tuple[str, ...],
+    image: tuple[int, int, int],
+    train: Labelled,
+) -> Draft:
+    """Split the training images, and make everything that needs no pixels."""
+    split, central = settings.split.common, settings.federation.central
+    partition = draw_partition(settings, train.labels, train.users, partition_file)
+    clients, held_out = dict(enumerate(partition.indices)), None
+    if split.holdout > 0:
+        clients, held_out = hold_out(partition, split.holdout)
+    sizes = {k: len(index) for k, index in clients.items()}
+    unknown = train.known is not None or (split.annotated < 1 and not central)
+    facts = Facts(classes, image, sizes, unknown)
+    return Draft(partition, clients, held_out, blueprint(settings, facts))
+
+
+def draw_partition(
+    settings: Settings, labels: Labels, users: npt.NDArray[Any] | None, file: Path | None = None
+) -> Partition:
+    """The split of the training images: from a file, or drawn."""
+    split = settings.split.common
+    if chosen := file or split.file:
+        partition = Partition.load(Path(chosen), len(labels))
+        if split.clients is not None and len(partition.indices) != split.clients:
+            raise ConfigError(
+                f"The partition file holds {len(partition.indices)} clients, but split.clients = "
+                f"{split.clients}. Set split.clients to the number in the file."
+            )
+        return partition
+    splitter = splitters[split.name](settings.split.own)
+    partition = splitter.partition(labels, split.clients, split.seed, users)
+    return feature_skew(partition, split.transforms, split.seed) if split.transforms else partition
+
+
+def as_clients_see(data: DataSet, partition: Partition, settings: Settings) -> DataSet:
+    """The training data with each client's own transform, and its own known labels."""
+    train = replace(data.train, images=skewed_images(data.train.images, partition))
+    return replace(data, train=as_annotated(train, partition, settings))
+
+
+def as_annotated(train: LabelledImages, partition: Partition, settings: Settings) -> LabelledImages:
+    """The training images with the labels that their owners annotate."""
+    split = settings.split.common
+    if split.annotated == 1:
+        return train
+    known = client_known(train.labels, partition, split.annotated, split.seed)
+    return replace(train, known=known if train.known is None else known & train.known)
+
+
+def hold_out(partition: Partition, share: float) -> tuple[dict[int, Index], Index]:
+    """What each client keeps, and what is held out of all of them; one image stays at least.
+
+    Drawn with the split's own seed: the same for every method and run seed.
+    """
+    kept, held = {}, []
+    for client, own in enumerate(partition.indices):
+        order = numpy_rng(partition.seed, "holdout", client=client).permutation(own)
+        cut = min(round(share * len(own)), len(own) - 1)
+        kept[client] = np.sort(order[cut:])
+        held.append(order[:cut])
+    pool = np.sort(np.concatenate(held))
+    if not len(pool):
+        raise ConfigError(
+            f"split.holdout = {share:g} holds out no image at all: every client is too small. Use "
+            "fewer clients or a larger share."
+        )
+    return kept, pool
+
+
+def on_device(data: DataSet, device: torch.device) -> DataSet:
+    """The same data with in-memory images moved to the device once."""
+
+    def move(part: LabelledImages) -> LabelledImages:
+        images = part.images
+        if isinstance(images, TensorImages | MappedImages):
+            return replace(part, images=images.to(device))
+        return part
+
+    return replace(data, train=move(data.train), test=move(data.test))

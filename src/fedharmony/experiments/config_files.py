@@ -1,0 +1,112 @@
+"""Writes the config files of the methods from their settings: ``configs/methods/NAME.toml``.
+
+    python -m fedharmony.experiments.config_files
+
+A file lists every setting with its default and the words of its docstring, so that nothing is said
+twice. Run it after a change of a method's ``Config``, ``search`` or docstrings; a test compares.
+"""
+
+from __future__ import annotations
+
+import inspect
+import re
+import sys
+import textwrap
+from collections.abc import Iterator
+from dataclasses import fields
+from pathlib import Path
+from typing import Literal, get_args, get_origin, get_type_hints
+
+import fedharmony
+from fedharmony.config import to_toml
+from fedharmony.methods.base import Method, methods
+
+WIDTH = 100
+
+
+def config_file(name: str) -> str:
+    """The text of a method's config file.
+
+    >>> print(config_file("fedprox"))  # doctest: +ELLIPSIS
+    # FedProx: a quadratic pull of each client towards the model it received.
+    # Li et al., "Federated Optimization in Heterogeneous Networks", MLSys 2020, arXiv 1812.06127.
+    # Use on top of any task:  fedharmony run demo methods/fedprox
+    <BLANKLINE>
+    [run]
+    method = "fedprox"
+    <BLANKLINE>
+    [methods.fedprox]
+    # μ, for the mean task loss; 0 is FedAvg.
+    mu = 0.01
+    ...
+    """
+    method = methods[name]
+    title, _, rest = (sys.modules[method.__module__].__doc__ or "").partition("\n\n")
+    paper = re.match(r".*?arXiv\s[\d.]*\d", rest, re.DOTALL)
+    lines = [*_comment(title), *_comment(f"{paper[0]}." if paper else "")]
+    lines += [f"# Use on top of any task:  fedharmony run demo methods/{name}"]
+    lines += ["", "[run]", _setting("method", name)]
+    if settings := list(_settings(method.Config)):
+        lines += ["", f"[methods.{name}]", *settings]
+    if method.search:
+        lines += ["", f"[tune.{name}]", "# What `fedharmony tune` tries."]
+        lines += [_setting(key, list(values)) for key, values in method.search.items()]
+    return "\n".join(lines) + "\n"
+
+
+def _settings(config: type[Method.Config]) -> Iterator[str]:
+    """Each setting behind its description; one without a default value as a comment."""
+    words, types, default = descriptions(config), get_type_hints(config), config()
+    for field in fields(config):
+        text, value = words[field.name], getattr(default, field.name)
+        options = [f'"{option}"' for option in _options(types[field.name])]
+        if not all(option in text for option in options):
+            text += f" One of {', '.join(options)}."
+        yield from _comment(text)
+        yield f"# {field.name} = (left out)" if value is None else _setting(field.name, value)
+
+
+def _options(hint: object) -> tuple[object, ...]:
+    """What a setting can be, where that is a list of words."""
+    return get_args(hint) if get_origin(hint) is Literal else ()
+
+
+def descriptions(config: type[object]) -> dict[str, str]:
+    """What a settings dataclass says of each attribute under ``Attributes:`` in its docstring.
+
+    >>> class Config:
+    ...     '''Settings.
+    ...
+    ...     Attributes:
+    ...         mu: weight of the pull,
+    ...             at least 0.
+    ...         kind: ``"a"`` or "b".
+    ...     '''
+    >>> descriptions(Config)
+    {'mu': 'weight of the pull, at least 0.', 'kind': '"a" or "b".'}
+    """
+    _, _, listed = (inspect.getdoc(config) or "").partition("Attributes:\n")
+    listed = re.split(r"\n(?=\S)", "\n" + listed)[0]  # what follows the list is not indented
+    entries = re.findall(r"^    (\w+): (.*(?:\n {6,}.*)*)", listed, re.MULTILINE)
+    return {name: " ".join(text.replace("``", "").split()) for name, text in entries}
+
+
+def _comment(text: str) -> list[str]:
+    return [f"# {line}" for line in textwrap.wrap(text, WIDTH - 2)]
+
+
+def _setting(name: str, value: object) -> str:
+    if isinstance(value, list):  # on one line
+        return f"{name} = [{', '.join(_setting('x', v).removeprefix('x = ') for v in value)}]"
+    return to_toml({name: value}).strip()
+
+
+def write(folder: Path) -> None:
+    """Write the file of every method of the package."""
+    for name in methods.names():
+        if methods[name].__module__ == f"fedharmony.methods.{name}":
+            (folder / f"{name}.toml").write_text(config_file(name), encoding="utf-8")
+
+
+if __name__ == "__main__":
+    write(Path(fedharmony.__file__).parent / "configs" / "methods")

@@ -1,0 +1,208 @@
+"""What a run gives: the global model on the test set, matrices for the report, the results file."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import asdict, dataclass
+from typing import Any
+
+import numpy as np
+import numpy.typing as npt
+import torch
+
+from fedharmony.correlation import label_correlation
+from fedharmony.data.base import LabelledImages
+from fedharmony.engine.checkpoint import digest
+from fedharmony.engine.federation import Event
+from fedharmony.experiments.build import Assembly
+from fedharmony.experiments.folder import jsonable
+from fedharmony.metrics import (
+    ClientsResult,
+    MultiLabelResult,
+    ScoreStore,
+    StructureResult,
+    evaluate_clients,
+    structure_metrics,
+    trivial_baselines,
+)
+from fedharmony.metrics import evaluate as metrics_of
+from fedharmony.partition.report import label_shares, paired_labels
+from fedharmony.types import BUFFERS, FROZEN, PARAMS, Index, Record, Tensors
+
+Results = dict[str, Any]
+EVAL_BATCH = 256
+#: Test users times labels up to which each user's metrics are computed: a minute or so.
+MOST_USER_LABELS = 200_000
+
+
+@dataclass(frozen=True)
+class Evaluation:
+    """The global model on the pooled test set."""
+
+    metrics: MultiLabelResult
+    structure: StructureResult
+    users: ClientsResult | None = None  # where the test images have owners
+
+    def structure_numbers(self) -> dict[str, Any]:
+        """The correlation-structure metrics without their matrices."""
+        found = asdict(self.structure)
+        return {name: value for name, value in found.items() if not name.endswith("_matrix")}
+
+    def event(self, round: int, seconds: float) -> Event:
+        """As one JSON line."""
+        return {
+            "event": "evaluate",
+            "round": round,
+            "seconds": seconds,
+            "metrics": self.metrics.as_dict(),
+            "structure": self.structure_numbers(),
+        }
+
+
+@torch.no_grad()
+def evaluate(assembly: Assembly, state: Record, by_user: bool = False) -> Evaluation:
+    """Evaluate the (averaged) global model on the pooled test set; on request user by user too."""
+    model, method = assembly.blueprint.model, assembly.blueprint.method
+    state = assembly.blueprint.average.shown(state)
+    store, test, options = ScoreStore(), assembly.data.test, assembly.settings.metrics
+    groups, message = (PARAMS, FROZEN, BUFFERS), method.evaluation(state)
+    # In one memory order, whether the state comes from clients or from a file: products of
+    # transposed matrices have other last bits.
+    params = {n: t.contiguous().unsqueeze(0) for g in groups for n, t in state.get(g).items()}
+    for start in range(0, len(test), EVAL_BATCH):
+        rows = slice(start, start + EVAL_BATCH)
+        images = test.images.gather(torch.arange(len(test))[rows], assembly.device)
+        inputs = method.normalise(images, message, {})
+        outputs = model.apply(params, inputs.unsqueeze(0))[0]
+        known = None if test.known is None else test.known[rows]
+        store.add(method.predict(outputs.float(), state), test.labels[rows], known)
+    scores, targets, known = store.arrays()
+    metrics, users = metrics_of(scores, targets, options, known), None
+    if by_user and (parts := owners(test)) is not None:
+        users = evaluate_clients(scores, targets, parts, options, known)
+    paired = paired_labels(test.labels)
+    if len(paired) < targets.shape[1]:
+        scores, targets = scores[:, paired], targets[:, paired]
+        known = None if known is None else known[:, paired]
+    return Evaluation(metrics, structure_metrics(scores, targets, options.threshold, known), users)
+
+
+def owners(test: LabelledImages) -> list[Index] | None:
+    """The test images of each user; None without users, or with too many to look at one by one."""
+    if test.users is None:
+        return None
+    names, user = np.unique(test.users, return_inverse=True)
+    if len(names) * test.labels.shape[1] > MOST_USER_LABELS:
+        return None
+    order = np.argsort(user, kind="stable")
+    return np.split(order, np.cumsum(np.bincount(user))[:-1])
+
+
+def matrices(assembly: Assembly, state: Record, structure: StructureResult) -> Tensors:
+    """Correlation matrices and label shares for the report; of very many labels, of some."""
+    test, classes = assembly.data.test, len(assembly.data.classes)
+    paired = paired_labels(test.labels)
+    known = None if test.known is None else test.known[:, paired]
+    defined = label_correlation(test.labels[:, paired], known=known)[1]
+    tensors = {
+        "true": torch.from_numpy(structure.true_matrix).float(),
+        "true_defined": defined.to(torch.uint8),
+        "learned": torch.from_numpy(structure.soft_matrix).float(),
+        "learned_hard": torch.from_numpy(structure.hard_matrix).float(),
+    }
+    if not assembly.settings.federation.central:
+        shares = label_shares(assembly.data.train.labels, assembly.partition)
+        tensors["client_label_shares"] = torch.from_numpy(shares)  # of groups, if there are many
+        tensors["client_sizes"] = torch.from_numpy(assembly.partition.sizes)
+    if assembly.data.planted is not None:
+        tensors["planted"] = torch.from_numpy(assembly.data.planted).float()
+    for name, tensor in assembly.blueprint.method.artifacts(state).items():
+        tensors[name] = tensor.to(torch.uint8) if tensor.dtype == torch.bool else tensor
+    if len(paired) < classes:
+        index = torch.from_numpy(paired)
+        for name, tensor in tensors.items():
+            if name in ("true", "true_defined", "learned", "learned_hard"):
+                continue  # of these labels already
+            first = 1 if name.startswith("client_") else 0  # the first axis is of clients
+            axes = [a for a, n in enumerate(tensor.shape) if n == classes and a >= first]
+            for axis in axes:
+                tensor = tensor.index_select(axis, index.to(tensor.device))
+            tensors[name] = tensor
+        tensors["labels"] = index
+    return tensors
+
+
+def _known(part: LabelledImages) -> npt.NDArray[np.int64]:
+    """Images on which each label is known."""
+    known = np.ones_like(part.labels) if part.known is None else part.known
+    counts: npt.NDArray[np.int64] = known.sum(axis=0, dtype=np.int64)
+    return counts
+
+
+def _positives(part: LabelledImages) -> npt.NDArray[np.int64]:
+    """Images on which each label is known and present."""
+    present = part.labels if part.known is None else part.labels * part.known
+    counts: npt.NDArray[np.int64] = present.sum(axis=0, dtype=np.int64)
+    return counts
+
+
+def _padding(rounds: Sequence[Event]) -> float | None:
+    """Share of the rows computed in training that held no image, if any were counted."""
+    counted = [e for e in rounds if e.get("padding") is not None]
+    rows = sum(e["images"] / (1 - e["padding"]) for e in counted)
+    return 1 - sum(e["images"] for e in rounds) / rows if rows else None
+
+
+def summarise(
+    assembly: Assembly, state: Record, evaluation: Evaluation, events: Sequence[Event]
+) -> Results:
+    """The results file: metrics beside what trivial predictors reach, cost, and identities.
+
+    ``events`` are those of the whole run.
+    """
+    settings, data, found = assembly.settings, assembly.data, evaluation.metrics
+    prevalence = _positives(data.train) / np.maximum(_known(data.train), 1)
+    trivial = trivial_baselines(data.test.labels, settings.metrics, prevalence, data.test.known)
+    rounds = [e for e in events if e["event"] == "round"]
+    positives = _positives(data.test)
+    results = {
+        "method": settings.method_name,
+        "label": settings.label,
+        "status": "completed",
+        "seed": settings.run.seed,
+        "rounds": settings.run.rounds,
+        "rounds_done": settings.run.rounds,
+        "metrics": found.as_dict(),
+        "structure": evaluation.structure_numbers(),
+        "per_user": None
+        if evaluation.users is None
+        else {"users": len(evaluation.users.per_client), "mean": evaluation.users.mean},
+        "per_label": [
+            {"label": name, "ap": ap, "precision": p, "recall": r, "positives": int(n)}
+            for name, ap, p, r, n in zip(
+                data.classes,
+                found.per_label_ap,
+                found.per_label_precision,
+                found.per_label_recall,
+                positives,
+                strict=True,
+            )
+        ],
+        "baselines": {name: result.as_dict() for name, result in trivial.items()},
+        "n_classes_with_positives": found.n_classes_with_positives,
+        "n_classes_never_predicted": found.n_classes_never_predicted,
+        "seconds": sum(e["seconds"] for e in rounds),
+        "padding": _padding(rounds),
+        "clients_lost": sum(len(e["failures"]) for e in rounds),
+        "clients_saved": sum(len(e.get("saved", ())) for e in rounds),
+        "bytes_up": sum(e["bytes_up"] for e in rounds),
+        "bytes_down": sum(e["bytes_down"] for e in rounds),
+        "parameters_sha256": digest(Record({g: state.get(g) for g in (PARAMS, BUFFERS)})),
+        "state_sha256": digest(Record(state.groups)),
+        "config_sha256": settings.sha256(),
+        "partition_sha256": assembly.partition.sha256,
+        "bound": assembly.bound,
+        "metric_options": asdict(settings.metrics),
+    }
+    plain: Results = jsonable(results)
+    return plain

@@ -1,0 +1,85 @@
+"""The machine a run computes on: its device, threads and switches of torch."""
+
+from __future__ import annotations
+
+import os
+from dataclasses import replace
+
+import torch
+
+from fedharmony.engine.gpu.barrier import compiler_is_safe
+from fedharmony.engine.gpu.payoff import compiling_pays
+from fedharmony.engine.means import Means
+from fedharmony.errors import ConfigError
+from fedharmony.experiments.settings import EngineSettings, Settings
+from fedharmony.transport.processes import crew
+
+
+def choose_device(name: str) -> torch.device:
+    """The device of a run: "auto" takes CUDA where there is one."""
+    if name == "auto":
+        if torch.cuda.is_available():
+            return torch.device("cuda", crew().local_rank)
+        return torch.device("cpu")
+    try:
+        device = torch.device(name)
+    except RuntimeError as error:
+        raise ConfigError(f"engine.device = {name!r} is no device: {error}.") from None
+    if device.type not in ("cpu", "cuda"):
+        raise ConfigError(f"engine.device = {name!r}: runs work on 'cpu' and 'cuda' only.")
+    present = torch.cuda.device_count() if device.type == "cuda" else 1
+    if device.type == "cuda" and not present:
+        raise ConfigError(f"engine.device = {name!r}, but torch sees no CUDA device. Use 'cpu'.")
+    if (device.index or 0) >= present:
+        raise ConfigError(
+            f"engine.device = {name!r}, but the last one is '{device.type}:{present - 1}'."
+        )
+    return device
+
+
+def choose_means(engine: EngineSettings, device: torch.device, elements: int, images: int) -> Means:
+    """How to compute on a device, where the settings leave it open.
+
+    ``elements`` per image that the layers hand on, and ``images`` to be trained on in all.
+    """
+    cuda = device.type == "cuda"
+    if engine.graphs and not cuda:
+        raise ConfigError(
+            f"engine.graphs = true needs a CUDA device, but the run is on {device}. Leave it out."
+        )
+    half = cuda and torch.cuda.is_bf16_supported()
+    compile = engine.compile
+    if compile is None:
+        compile = cuda and compiling_pays(elements, images)
+    if compile and cuda and not compiler_is_safe():
+        if engine.compile:
+            raise ConfigError(
+                f"engine.compile = true, but the compiler of torch {torch.__version__} can write "
+                "kernels that read what they have not written yet. Use torch 2.14 or later, or "
+                "leave it out."
+            )
+        compile = False
+    return Means(
+        half=half if engine.precision == "auto" else engine.precision == "bfloat16",
+        graphs=cuda if engine.graphs is None else engine.graphs,
+        compile=compile,
+    )
+
+
+def with_threads(settings: Settings) -> Settings:
+    """The same settings with the number of CPU threads written down: the bits depend on it."""
+    threads = settings.engine.threads or torch.get_num_threads()
+    return replace(settings, engine=replace(settings.engine, threads=threads))
+
+
+def switch_torch(engine: EngineSettings) -> None:
+    """Set what torch keeps for the whole process: threads, precision, determinism."""
+    if engine.threads is not None:
+        torch.set_num_threads(engine.threads)
+    torch.set_float32_matmul_precision("high" if engine.tf32 else "highest")
+    if engine.deterministic:
+        # Read when the first product is computed on a GPU; without it products may not repeat.
+        os.environ.setdefault("CUBLAS_WORKSPACE_CONFIG", ":4096:8")
+        setattr(torch.utils.deterministic, "fill_uninitialized_memory", False)  # noqa: B010
+    if engine.deterministic != torch.are_deterministic_algorithms_enabled():
+        torch.use_deterministic_algorithms(engine.deterministic)  # loads the compiler
