@@ -4,8 +4,8 @@ One row per method. With several seeds a cell reads ``mean ± standard deviation
 (sample standard deviation, n − 1 in the denominator); with one seed it is the number alone. Values
 stay unrounded fractions until they are printed, in per cent with one decimal. The best of each
 quality column is marked; values that print the same are all marked, because the table gives no
-reason to prefer one. Costs (seconds, megabytes) are never marked. The trivial predictors stand
-below a rule and do not compete.
+reason to prefer one. Costs (seconds, megabytes) are never marked. Training in one place and the
+trivial predictors, which stand below a rule, do not compete.
 
 >>> rows = [
 ...     RunRow("fedavg", 0, {"mAP": 0.70}),
@@ -30,14 +30,14 @@ import io
 import math
 import statistics
 from collections.abc import Callable, Iterable, Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 from rich.box import HORIZONTALS
 from rich.table import Table
 from rich.text import Text
 
 from fedharmony.metrics import METRIC_NAMES
-from fedharmony.report.load import RunView
+from fedharmony.report.load import Runs, RunView
 
 DASH = "–"
 
@@ -119,6 +119,7 @@ class RunRow:
         values: by column key.
         complete: False if it did not end.
         lost: how often a client failed and was left out of a round.
+        ranked: False if it does not compete.
     """
 
     label: str
@@ -126,6 +127,7 @@ class RunRow:
     values: Mapping[str, float]
     complete: bool = True
     lost: int = 0
+    ranked: bool = True
 
 
 @dataclass(frozen=True)
@@ -160,15 +162,16 @@ def _cell(values: Iterable[float]) -> Cell:
     return Cell(mean, deviation, len(known))
 
 
-def _mark_best(column: Column, cells: Sequence[Cell]) -> list[Cell]:
+def _mark_best(column: Column, cells: Sequence[Cell], ranked: Sequence[bool]) -> list[Cell]:
     """The cells with the best marked, compared as printed; a single value has no rival."""
-    printed = [float(column.number(c.mean)) if c.count else -math.inf for c in cells]
-    if not column.quality or sum(c.count > 0 for c in cells) < 2:
+    rivals = [r and c.count > 0 for c, r in zip(cells, ranked, strict=True)]
+    if not column.quality or sum(rivals) < 2:
         return list(cells)
-    top = max(printed)
+    printed = [column.number(c.mean) for c in cells]
+    top = max(float(p) for p, rival in zip(printed, rivals, strict=True) if rival)
     return [
-        Cell(c.mean, c.deviation, c.count, best=bool(c.count) and value == top)
-        for c, value in zip(cells, printed, strict=True)
+        replace(c, best=rival and float(p) == top)
+        for c, p, rival in zip(cells, printed, rivals, strict=True)
     ]
 
 
@@ -360,17 +363,18 @@ def metric_table(
         The table, with the best of each column marked.
     """
     baselines = baselines or {}
-    labels = list(dict.fromkeys(row.label for row in rows))
+    groups: dict[str, list[RunRow]] = {}
+    for row in rows:
+        groups.setdefault(row.label, []).append(row)
     columns = tuple(
         c for c in COLUMNS if any(math.isfinite(r.values.get(c.key, math.nan)) for r in rows)
     )
+    ranked = [all(row.ranked for row in group) for group in groups.values()]
     by_column = [
         _mark_best(
             column,
-            [
-                _cell(r.values.get(column.key, math.nan) for r in rows if r.label == label)
-                for label in labels
-            ],
+            [_cell(r.values.get(column.key, math.nan) for r in group) for group in groups.values()],
+            ranked,
         )
         for column in columns
     ]
@@ -378,10 +382,10 @@ def metric_table(
         Line(
             label,
             tuple(cells[i] for cells in by_column),
-            all(r.complete for r in rows if r.label == label),
-            sum(r.lost for r in rows if r.label == label),
+            all(row.complete for row in group),
+            sum(row.lost for row in group),
         )
-        for i, label in enumerate(labels)
+        for i, (label, group) in enumerate(groups.items())
     )
     trivial = tuple(
         Line(name, tuple(_cell([values.get(c.key, math.nan)]) for c in columns))
@@ -390,20 +394,23 @@ def metric_table(
     return MetricTable(columns, lines, trivial, tuple(rows), baselines)
 
 
-def table_of(groups: Mapping[str, Sequence[RunView]]) -> MetricTable:
-    """The table of loaded runs, grouped by display name, with the first baselines found."""
-    rows = [_run_row(label, run) for label, runs in groups.items() for run in runs]
-    baselines = next((r.baselines for runs in groups.values() for r in runs if r.baselines), {})
-    return metric_table(rows, baselines)
+def table_of(runs: Runs) -> MetricTable:
+    """The table of loaded runs; on different data none of them is the best."""
+    rows = [
+        _run_row(label, run, label in runs.ranked and not runs.differing)
+        for label, group in runs.groups.items()
+        for run in group
+    ]
+    return metric_table(rows, runs.baselines)
 
 
-def _run_row(label: str, run: RunView) -> RunRow:
+def _run_row(label: str, run: RunView, ranked: bool) -> RunRow:
     values = {
         **{name: run.metrics.get(name, math.nan) for name in METRIC_NAMES},
         "structure_r": run.structure.get("soft_pearson", math.nan),
         **{key: run.per_round(key) for key in ("seconds", "bytes_up", "bytes_down")},
     }
-    return RunRow(label, run.seed, values, run.status == "completed", run.clients_lost)
+    return RunRow(label, run.seed, values, run.status == "completed", run.clients_lost, ranked)
 
 
 def _escape_markdown(text: str) -> str:
