@@ -19,7 +19,7 @@ from fedharmony.registry import load_plugins
 from fedharmony.terminal import console, say
 
 if TYPE_CHECKING:
-    from fedharmony.data.annotations import FileSource
+    from fedharmony.data.file_source import FileSource
     from fedharmony.partition.base import Partition
     from fedharmony.partition.report import SplitReport
 
@@ -49,8 +49,8 @@ def usable(given: Any) -> Any:
 def source(name: str, path: Path, changes: Sequence[str] | None) -> FileSource:
     """The loader of a data set on disk, with its settings checked."""
     from fedharmony.config import build, parse_override
-    from fedharmony.data.annotations import FileSource
     from fedharmony.data.base import datasets
+    from fedharmony.data.file_source import FileSource
 
     cls = datasets[name]
     if not issubclass(cls, FileSource):
@@ -122,7 +122,7 @@ def prepare(
     A run does the same by itself when it finds no cache.
     """
     from fedharmony.data.cache import Resize
-    from fedharmony.data.files import in_bytes
+    from fedharmony.data.derived import in_bytes
 
     loader = source(name, path, changes)
     side = loader.config.image_size

@@ -37,7 +37,8 @@ from PIL import __version__ as pillow_version
 from torch import Tensor
 
 from fedharmony.data.base import Images, TensorImages, cache_folder
-from fedharmony.data.files import ImageFiles, building, in_bytes, new_file
+from fedharmony.data.derived import building, in_bytes, new_file
+from fedharmony.data.tree import ImageFiles
 from fedharmony.errors import ConfigError, DataError, nearest
 from fedharmony.types import Index
 

@@ -20,9 +20,9 @@ import torch.distributed as dist
 
 from fedharmony.config import machine_memory
 from fedharmony.correlation import label_correlation
-from fedharmony.data.annotations import FileSource
 from fedharmony.data.base import DataSet, LabelledImages, TensorImages, datasets
 from fedharmony.data.cache import MappedImages
+from fedharmony.data.file_source import FileSource
 from fedharmony.engine.checkpoint import digest
 from fedharmony.engine.cohort import Cohort
 from fedharmony.engine.federation import Event, Federation, FederationSettings
