@@ -28,7 +28,7 @@ from fedharmony.report.load import Runs, RunView, load, load_run
 from fedharmony.report.order import LabelOrder, cluster_order, spectral_order
 from fedharmony.report.page import write_report
 from fedharmony.report.panel import Panel, Section, panels, styles
-from fedharmony.report.panels import aggregation, clients
+from fedharmony.report.panels import aggregation
 from fedharmony.report.panels.aggregation import (
     Aggregation,
     client_rows,
@@ -331,9 +331,7 @@ def test_clients_in_one_row_show_the_largest_weight(
     """800 clients of one size, two in a row: clients 0 and 1 have weights 0.7 and 0.3."""
     seen: list[np.ndarray] = []
     draw = svg.sequential
-    monkeypatch.setattr(
-        aggregation, "sequential", lambda v, *a, **k: seen.append(v) or draw(v, *a, **k)
-    )
+    monkeypatch.setattr(svg, "sequential", lambda v, *a, **k: seen.append(v) or draw(v, *a, **k))
     event = {"round": 0, "weights": {"0": 0.7, "1": 0.3, "9": 0.1}, "dropped": [2]}
     run = RunView(tmp_path, rounds=(event,), matrices={"client_sizes": np.ones(800)})
     picture = weights_map("", run, 0.7)
@@ -362,7 +360,7 @@ def test_shares_stand_in_the_order_of_labels(monkeypatch: pytest.MonkeyPatch) ->
     seen: list[np.ndarray] = []
     draw = svg.sequential
     monkeypatch.setattr(
-        clients, "sequential", lambda values, *more: seen.append(values) or draw(values, *more)
+        svg, "sequential", lambda values, *more: seen.append(values) or draw(values, *more)
     )
     shares = np.array([[0.1, 0.2, 0.3], [0.4, 0.5, 0.6]])
     client_picture(np.array([9.0, 4.0]), shares, LabelOrder(np.array([2, 0, 1])), ["a", "b", "c"])
@@ -676,7 +674,7 @@ def test_lost_clients_are_said_at_the_top_and_marked_in_tables(tmp_path: Path) -
     assert "fedavg, seed 0 lost 2 client replies for good" in words
     assert words.index("for good") < words.index("On the pooled test set")
     assert "fedavg †" in words
-    note = "† clients failed and were left out of rounds for good, so often: fedavg 4, fedharmony 4"
+    note = "† clients that failed and were left out of rounds: fedavg 4, fedharmony 4"
     assert note in words
     table = table_of(load(lossy))
     assert f"{note}." in table.to_markdown()

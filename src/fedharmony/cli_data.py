@@ -1,4 +1,4 @@
-"""Commands around data, splits and weights: look before you train."""
+"""The commands that look at data, splits and weights before training."""
 
 from __future__ import annotations
 
@@ -69,7 +69,7 @@ def source(name: str, path: Path, changes: Sequence[str] | None) -> FileSource:
 
 @contextmanager
 def decoding(quiet: bool) -> Iterator[Callable[[int, int], None]]:
-    """A progress bar on a terminal; nothing is drawn while nothing is decoded."""
+    """A progress bar on a terminal, visible only while images are decoded."""
     screen = console(stderr=True)
     columns = (TextColumn("decoding"), BarColumn(), MofNCompleteColumn(), TimeRemainingColumn())
     hidden = quiet or not screen.is_terminal

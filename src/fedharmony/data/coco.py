@@ -235,7 +235,7 @@ def parse_instances(text: str) -> Instances:
 
 def _sections(text: str) -> dict[str, Any]:
     try:
-        # Only outlines and boxes have fractions; not to convert them takes half the time.
+        # Only outlines and boxes hold fractions. They are left as text, which halves the time.
         content = json.loads(text, object_hook=_reduced, parse_float=str)
     except RecursionError as error:
         raise ValueError("it is damaged (brackets within brackets without end)") from error
@@ -248,7 +248,7 @@ def _sections(text: str) -> dict[str, Any]:
 
 
 def _reduced(fields: dict[str, Any]) -> object:
-    """What is needed of a JSON object; called as soon as one has been read, frees the rest."""
+    """Keep what is needed of a JSON object that has just been read, so that the rest is freed."""
     for kind in (Annotation, Image, Category):
         if kind._fields[-1] in fields:
             return kind._make(map(fields.get, kind._fields))

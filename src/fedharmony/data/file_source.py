@@ -1,6 +1,6 @@
 """Loaders of image files: annotations first, pixels second.
 
-Splits and reports need labels only, and a wrong path should be told before an hour of decoding. A
+Splits and reports need labels only, and a wrong path should be found before an hour of decoding. A
 :class:`FileSource` therefore reads annotations without touching an image; decoding, caching,
 leaving out unreadable images and checking against the publisher's figures are the same for all.
 """

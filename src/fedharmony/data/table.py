@@ -52,7 +52,7 @@ SPLIT_COLUMNS = ("split", "partition")
 #: training nor test images are left out.
 SPLITS = {"train": "train", "val": "val", "dev": "val", "test": "test"}
 
-#: Pairs of image and label that a table may have: so many bytes its label matrix takes.
+#: Pairs of image and label that a table may have; its label matrix takes a byte for each.
 MOST_CELLS = 2 << 30
 
 UNKNOWN = 2
@@ -375,7 +375,7 @@ def held_out_users(users: Sequence[str], fraction: float, seed: int) -> tuple[In
 
 
 class RowError(ValueError):
-    """What is wrong with one row; whoever knows its place adds that."""
+    """A fault in one row; the caller adds where the row stands."""
 
 
 class Row(NamedTuple):

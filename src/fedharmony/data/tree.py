@@ -43,7 +43,7 @@ WRAPPERS = ("VOCdevkit", "coco", "flair")
 
 #: Bytes of an encoded image.
 IMAGE_LIMIT = 256 << 20
-#: What is packed may become so many times larger, or at least reach this size. Annotations shrink
+#: A packed file may become this many times larger, and any may reach this size. Annotations shrink
 #: to a tenth; a file made to fill the memory or the disk shrinks to a thousandth.
 UNPACKED_RATIO, UNPACKED_LEAST = 100, 64 << 20
 
@@ -78,7 +78,7 @@ class ImageFiles(Protocol):
 class Store(Protocol):
     """One place of a tree: a folder or an archive."""
 
-    #: Whether the first question takes long.
+    #: Whether the first look-up takes long, because the archive must be unpacked.
     slow: bool
 
     @property
@@ -157,8 +157,8 @@ class Member(NamedTuple):
 class Archive:
     """The members of a ``.tar``, ``.tar.gz``, ``.tgz`` or ``.zip`` file.
 
-    What kind it is, its first bytes tell. Member names lose a leading ``./`` and the folders in
-    ``drop``. Nothing is read before the first question.
+    Its first bytes tell of what kind it is. Member names lose a leading ``./`` and the folders in
+    ``drop``. Nothing is read before the first look-up.
     """
 
     def __init__(self, path: Path, drop: Sequence[str] = WRAPPERS) -> None:

@@ -2,7 +2,7 @@
 
 ::
 
-    VOCdevkit/VOC2007/                                   (VOC2012 alike)
+    VOCdevkit/VOC2007/                                   (VOC2012: the same)
       JPEGImages/000005.jpg
       Annotations/000005.xml                             objects: name, difficult
       ImageSets/Main/{train,val,trainval,test}.txt       one image name per line
@@ -62,7 +62,7 @@ CLASSES = (
 )
 INDEX = {name: c for c, name in enumerate(CLASSES)}
 
-#: Which sets the training pool and the test set are unless told.
+#: The sets that are training pool and test set by default.
 DEFAULT_SETS: Mapping[Year, tuple[ImageSet, ImageSet]] = {
     "2007": ("trainval", "test"),
     "2012": ("train", "val"),

@@ -10,21 +10,8 @@ from typing import Any
 
 import numpy as np
 
-from fedharmony.report.svg import (
-    CENTRAL,
-    FONT,
-    GRID,
-    INK,
-    LETTER,
-    MUTED,
-    WIDTH,
-    Drawing,
-    Scale,
-    Style,
-    margin,
-    plain,
-    printable,
-)
+from fedharmony.report import svg
+from fedharmony.report.svg import Drawing, Scale, Style
 
 #: Labels shown by name along a heat map; beyond this the names would not be legible.
 MOST_NAMED = 32
@@ -93,7 +80,7 @@ def curve(
     crowded = sum(bool(style.outline) for style, _ in drawn) > _CROWD
     top, height = 6.0, 270.0 if crowded else 200.0
     bottom = height - 36
-    fitted = [points for style, points in drawn if style != CENTRAL] or [p for _, p in drawn]
+    fitted = [points for style, points in drawn if style != svg.CENTRAL] or [p for _, p in drawn]
     low, high = _extent(fitted, zoom_start(rounds) if zoom else 1)
     flat = percent and high - low < 1
     if flat:  # a span of noise should not look like a difference
@@ -109,25 +96,23 @@ def curve(
             low, high = min(low, value - 0.06 * reach), max(high, value + 0.06 * reach)
         else:
             outside.append((reference[0], value))
-    outside += [("central", p[-1][1]) for s, p in drawn if s == CENTRAL]
+    outside += [("central", p[-1][1]) for s, p in drawn if s == svg.CENTRAL]
     if percent and low <= 0:  # so that a line at zero is not hidden by the axis
         low = -0.03 * high
     up = Scale(low, high, bottom, top)
     ticks = [t for t in up.ticks(6 if crowded else 4) if t >= 0 or not percent]
     last = _figure(drawn[0][1][-1][1], percent) if len(drawn) == 1 else ""
-    left = max(40.0, 10 + LETTER * max(len(plain(t)) for t in ticks)) if ticks else 40.0
-    right = WIDTH - 12 - LETTER * len(last)
+    left = max(40.0, 10 + svg.LETTER * max(len(svg.plain(t)) for t in ticks)) if ticks else 40.0
+    right = svg.WIDTH - 12 - svg.LETTER * len(last)
     room = max(0.5, 0.02 * rounds)  # so that the last mark is whole
     across = Scale(1 - room, rounds + room, left, right)
 
     drawing = Drawing(height)
-    edge: dict[str, Any] = {"size": FONT - 1, "colour": MUTED, "anchor": "end"}
-    for tick in ticks:
-        drawing.line([(left, up(tick)), (right, up(tick))], GRID, 0.8)
-        drawing.text(left - 4, up(tick), plain(tick), colour=MUTED, anchor="end")
+    edge: dict[str, Any] = {"size": svg.FONT - 1, "colour": svg.MUTED, "anchor": "end"}
+    y_axis(drawing, up, left, right, ticks)
     round_axis(drawing, across, bottom)
     if reference is not None and line is not None:
-        drawing.line([(left, up(line)), (right, up(line))], MUTED, 1, "1.5,2")
+        drawing.line([(left, up(line)), (right, up(line))], svg.MUTED, 1, "1.5,2")
         text = f"{reference[0]} {line:.1f}"
         drawing.text(right, up(line) - 7, text, **edge)
     outside = [(name, value) for name, value in outside if not low <= value <= high]
@@ -173,18 +158,39 @@ def _extent(
 
 
 def _figure(value: float, percent: bool) -> str:
-    return f"{value:.1f}" if percent else plain(value, 3)
+    return f"{value:.1f}" if percent else svg.plain(value, 3)
+
+
+def y_axis(drawing: Drawing, up: Scale, left: float, right: float, ticks: Sequence[float]) -> None:
+    """Lines across a figure, with their values at the left."""
+    for tick in ticks:
+        drawing.line([(left, up(tick)), (right, up(tick))], svg.GRID, 0.8)
+        drawing.text(left - 4, up(tick), svg.plain(tick), colour=svg.MUTED, anchor="end")
+
+
+def x_axis(
+    drawing: Drawing,
+    across: Scale,
+    y: float,
+    ticks: Sequence[float],
+    title: str = "",
+    grid_from: float | None = None,
+) -> None:
+    """The ground of a figure with ticks, or with lines that begin at the height ``grid_from``."""
+    for tick in ticks:
+        x = across(tick)
+        ends, colour = ((y, y + 3), svg.MUTED) if grid_from is None else ((grid_from, y), svg.GRID)
+        drawing.line([(x, end) for end in ends], colour, 0.8)
+        drawing.text(x, y + 12, svg.plain(tick), colour=svg.MUTED, anchor="middle")
+    drawing.line([(across.start, y), (across.end, y)], svg.MUTED, 0.8)
+    if title:
+        middle = (across.start + across.end) / 2
+        drawing.text(middle, y + 27, title, colour=svg.MUTED, anchor="middle")
 
 
 def round_axis(drawing: Drawing, across: Scale, y: float) -> None:
     """Rounds along the bottom of a figure."""
-    drawing.line([(across.start, y), (across.end, y)], MUTED, 0.8)
-    for tick in across.ticks(6, whole=True):
-        if tick >= 1:
-            drawing.line([(across(tick), y), (across(tick), y + 3)], MUTED, 0.8)
-            drawing.text(across(tick), y + 12, plain(tick), colour=MUTED, anchor="middle")
-    middle = (across.start + across.end) / 2
-    drawing.text(middle, y + 27, "round", colour=MUTED, anchor="middle")
+    x_axis(drawing, across, y, [t for t in across.ticks(6, whole=True) if t >= 1], "round")
 
 
 # ----------------------------------------------------------------------------- rows of dots
@@ -234,18 +240,15 @@ def dots(
     values = [v for row in fitted for _, v in (*row.dots, *row.strokes) if math.isfinite(v)]
     values += [] if line_at is None else [line_at]
     low, high = ends or span(values, least)
-    names = [printable(row.name, 24) for row in rows]
-    left, bottom = margin(names, 14), 6 + spacing * len(rows)
+    names = [svg.printable(row.name, 24) for row in rows]
+    left, bottom = svg.margin(names, 14), 6 + spacing * len(rows)
     pad = 0.015 if ends else 0.06
     room = pad * (high - low)
-    across = Scale(low - room, high + room, left, WIDTH - 14)
+    across = Scale(low - room, high + room, left, svg.WIDTH - 14)
     drawing = Drawing(bottom + 22)
-    for tick in across.ticks(5):
-        drawing.line([(across(tick), 6), (across(tick), bottom)], GRID, 0.8)
-        drawing.text(across(tick), bottom + 12, plain(tick), colour=MUTED, anchor="middle")
+    x_axis(drawing, across, bottom, across.ticks(5), grid_from=6)
     if line_at is not None:
-        drawing.line([(across(line_at), 6), (across(line_at), bottom)], MUTED)
-    drawing.line([(left, bottom), (WIDTH - 14, bottom)], MUTED, 0.8)
+        drawing.line([(across(line_at), 6), (across(line_at), bottom)], svg.MUTED)
     for i, (row, name) in enumerate(zip(rows, names, strict=True)):
         y = 6 + spacing * (i + 0.5)
         drawing.text(left - 5, y, name, anchor="end")
@@ -254,7 +257,7 @@ def dots(
             min(max(v, low), high) for v in [*found, *([] if row.start is None else [row.start])]
         ]
         if found and len(known) > 1:
-            drawing.line([(across(min(known)), y), (across(max(known)), y)], GRID, 2)
+            drawing.line([(across(min(known)), y), (across(max(known)), y)], svg.GRID, 2)
         for style, value in row.strokes:
             if low <= value <= high:
                 x = across(value)
@@ -264,8 +267,8 @@ def dots(
                 drawing.mark(across(value), y, style)
             elif math.isfinite(value):
                 below = value < low
-                text = f"◂ {plain(value, 3)}" if below else f"{plain(value, 3)} ▸"
-                place = (left + 2, "start") if below else (WIDTH - 14, "end")
+                text = f"◂ {svg.plain(value, 3)}" if below else f"{svg.plain(value, 3)} ▸"
+                place = (left + 2, "start") if below else (svg.WIDTH - 14, "end")
                 drawing.text(place[0], y, text, size=9, colour=style.colour, anchor=place[1])
     return Picture(title, drawing.svg(title), note)
 
@@ -292,11 +295,11 @@ def span(values: Sequence[float], least: float) -> tuple[float, float]:
 
 def frame(drawing: Drawing, left: float, top: float, width: float, height: float) -> None:
     """The thin frame of every heat map."""
-    drawing.rect(left, top, width, height, fill="none", stroke=GRID, stroke_width=0.8)
+    drawing.rect(left, top, width, height, fill="none", stroke=svg.GRID, stroke_width=0.8)
 
 
 def row_names(drawing: Drawing, names: Sequence[str], x: float, top: float, step: float) -> None:
     """Names at the left of a heat map."""
     for i, name in enumerate(names):
-        size = min(FONT, 0.92 * step)
-        drawing.text(x, top + step * (i + 0.5), name, size=size, anchor="end", colour=INK)
+        size = min(svg.FONT, 0.92 * step)
+        drawing.text(x, top + step * (i + 0.5), name, size=size, anchor="end", colour=svg.INK)

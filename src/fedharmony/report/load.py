@@ -256,15 +256,12 @@ class RunView:
                 round events themselves.
             key: Name within the group.
         """
-        if group in ("metrics", "structure"):
-            pairs = [(e["round"], (e.get(group) or {}).get(key)) for e in self.evaluations]
-        elif group == "log":
-            pairs = [(e["round"], (e.get("log") or {}).get(key)) for e in self.rounds]
-        else:
-            pairs = [(e["round"], e.get(key)) for e in self.rounds]
-        return {int(r) + 1: number(v) for r, v in pairs if math.isfinite(number(v))}
+        events = self.evaluations if group in ("metrics", "structure") else self.rounds
+        places = [(e["round"], e if group == "round" else e.get(group) or {}) for e in events]
+        values = {int(round) + 1: number(place.get(key)) for round, place in places}
+        return {round: value for round, value in values.items() if math.isfinite(value)}
 
-    @property
+    @cached_property
     def weights(self) -> dict[int, dict[int, float]]:
         """Aggregation weights by round (1-based) and client, of rounds that tell them."""
         return {

@@ -12,7 +12,6 @@ import json
 import math
 import statistics
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
@@ -83,7 +82,9 @@ def _render(runs: Runs) -> str:
         lstrip_blocks=True,
     )
     table = table_of(runs)
-    options = next((r.results["metric_options"] for r in runs.runs if r.results), None) or {}
+    options: Mapping[str, Any] = next(
+        (o for r in runs.runs if (o := r.results.get("metric_options"))), {}
+    )
     page = environment.get_template("page.html.j2").render(
         kind="run" if runs.alone else "comparison",
         title=words.title(runs),
@@ -124,16 +125,8 @@ def _glance(runs: Runs) -> list[Picture]:
     return pictures
 
 
-@dataclass(frozen=True)
-class _Failures:
+def _failures(runs: Runs) -> dict[str, Any]:
     """Who did not answer: a sentence, and the failures by name."""
-
-    summary: str
-    rows: tuple[tuple[str, int, int, str, str], ...]
-    left_out: int
-
-
-def _failures(runs: Runs) -> _Failures:
     rows, dropped, invited = [], 0, 0
     for name, group in runs.groups.items():
         for run in group:
@@ -144,25 +137,20 @@ def _failures(runs: Runs) -> _Failures:
                 rows += [
                     (
                         who,
-                        int(event["round"]) + 1,
-                        int(f.get("client", -1)),
-                        str(f.get("stage", "")),
-                        str(f.get("reason", "")),
+                        event["round"] + 1,
+                        *(f.get(k, "") for k in ("client", "stage", "reason")),
                     )
                     for f in event.get("failures") or ()
                 ]
-    if not dropped and not rows:
-        summary = "No client dropped out or failed."
-    else:
-        lost = dropped + len(rows)
-        share = (
-            f" ({100 * lost / invited:.1f}\u202f% of {invited:,} invitations)" if invited else ""
-        )
+    summary = "No client dropped out or failed."
+    if lost := dropped + len(rows):
+        share = f" ({words.percent(lost / invited)} of {invited:,} invitations)" if invited else ""
         summary = (
             f"{count(dropped, 'drop-out')} and {count(len(rows), 'failure')}{share}. "
             "A round goes on with the clients that answered."
         )
-    return _Failures(summary, tuple(rows[:_MOST_FAILURES]), max(0, len(rows) - _MOST_FAILURES))
+    left_out = max(0, len(rows) - _MOST_FAILURES)
+    return {"summary": summary, "rows": rows[:_MOST_FAILURES], "left_out": left_out}
 
 
 def _value(value: Any) -> str:

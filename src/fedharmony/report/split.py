@@ -18,7 +18,7 @@ from fedharmony.report.order import LabelOrder, spectral_order
 from fedharmony.report.panels.clients import client_picture
 from fedharmony.types import Labels
 
-#: The file is shown at so many times the size at which a page of figures shows it.
+#: How much larger the file is shown than a figure of the page.
 SCALE = 2
 #: Caption: letters in a line, and the height of one.
 LETTERS, LINE = 60, 14

@@ -53,7 +53,6 @@ class Column:
         scale: Factor from stored to printed value.
         digits: Decimals printed.
         quality: Whether higher is better and the best value is marked.
-        rank: Order in which columns are kept where space is short (low ranks stay).
     """
 
     key: str
@@ -62,7 +61,6 @@ class Column:
     scale: float
     digits: int
     quality: bool
-    rank: int
 
     def number(self, value: float) -> str:
         """The printed value; a dash where it is undefined.
@@ -86,26 +84,17 @@ _MEANINGS = {
     "OR": "recall over all positives",
     "OF1": "harmonic mean of OP and OR",
 }
-_KEEP_FIRST = ("mAP", "CF1", "OF1", "O-mAP", "CP", "CR", "OP", "OR", "structure r")
+_STRUCTURE = "Pearson correlation of learned and true label correlations (off-diagonal)"
+#: Columns that stay where space is short; others go first.
+_KEEP_FIRST = ("mAP", "CF1", "OF1", "O-mAP", "CP", "CR", "OP", "OR")
 
 #: All columns in table order; a table shows those for which some run has a value.
 COLUMNS: tuple[Column, ...] = (
-    *(
-        Column(name, name, _MEANINGS[name], 100.0, 1, True, _KEEP_FIRST.index(name))
-        for name in METRIC_NAMES
-    ),
-    Column(
-        "structure_r",
-        "structure r",
-        "Pearson correlation of learned and true label correlations (off-diagonal)",
-        1.0,
-        2,
-        True,
-        _KEEP_FIRST.index("structure r"),
-    ),
-    Column("seconds", "s/round", "mean time of a round, without evaluation", 1.0, 2, False, 9),
-    Column("bytes_up", "MB up", "sent by all clients, per round", 1e-6, 2, False, 10),
-    Column("bytes_down", "MB down", "sent to all clients, per round", 1e-6, 2, False, 11),
+    *(Column(name, name, _MEANINGS[name], 100.0, 1, True) for name in METRIC_NAMES),
+    Column("structure_r", "structure r", _STRUCTURE, 1.0, 2, True),
+    Column("seconds", "s/round", "mean time of a round, without evaluation", 1.0, 2, False),
+    Column("bytes_up", "MB up", "sent by all clients, per round", 1e-6, 2, False),
+    Column("bytes_down", "MB down", "sent to all clients, per round", 1e-6, 2, False),
 )
 
 
@@ -190,7 +179,6 @@ class MetricTable:
     lines: tuple[Line, ...]
     baselines: tuple[Line, ...]
     runs: tuple[RunRow, ...]
-    baseline_values: Mapping[str, Mapping[str, float]]
 
     @property
     def notes(self) -> tuple[str, ...]:
@@ -203,8 +191,7 @@ class MetricTable:
         if any(not line.complete for line in self.lines):
             notes.append("* includes a run that has not finished")
         if lost := [f"{line.name} {line.lost}" for line in self.lines if line.lost]:
-            text = "† clients failed and were left out of rounds for good, so often:"
-            notes.append(f"{text} {', '.join(lost)}")
+            notes.append(f"† clients that failed and were left out of rounds: {', '.join(lost)}")
         return tuple(notes)
 
     def text(self, column: Column, cell: Cell) -> str:
@@ -257,7 +244,9 @@ class MetricTable:
         names = max((len(self._name(line)) for line in lines), default=0)
         room = width - max(6, min(names, width // 3)) - 3  # with both edges of the frame
         kept: list[int] = []
-        for index in sorted(range(len(self.columns)), key=lambda i: self.columns[i].rank):
+        first = {key: rank for rank, key in enumerate(_KEEP_FIRST)}
+        ranks = [first.get(column.key, len(first)) for column in self.columns]
+        for index in sorted(range(len(self.columns)), key=ranks.__getitem__):
             column = self.columns[index]
             texts = [column.heading, *(self.text(column, line.cells[index]) for line in lines)]
             room -= max(map(len, texts)) + 2  # padding and a gap
@@ -307,15 +296,16 @@ class MetricTable:
         keys = [column.key for column in self.columns]
         writer.writerow(["kind", "method", "seed", "complete", *keys])
 
-        def numbers(values: Mapping[str, float]) -> list[str]:
-            found = [values.get(key, math.nan) for key in keys]
-            return [repr(float(v)) if math.isfinite(v) else "" for v in found]
+        def numbers(values: Iterable[float]) -> list[str]:
+            return [repr(float(v)) if math.isfinite(v) else "" for v in values]
 
         for run in self.runs:
-            done = "true" if run.complete else "false"
-            writer.writerow(["run", run.label, run.seed, done, *numbers(run.values)])
-        for name, values in self.baseline_values.items():
-            writer.writerow(["baseline", name, "", "true", *numbers(values)])
+            values = numbers(run.values.get(key, math.nan) for key in keys)
+            writer.writerow(["run", run.label, run.seed, str(run.complete).lower(), *values])
+        for line in self.baselines:
+            writer.writerow(
+                ["baseline", line.name, "", "true", *numbers(c.mean for c in line.cells)]
+            )
         return out.getvalue()
 
     def to_latex(self) -> str:
@@ -362,7 +352,6 @@ def metric_table(
     Returns:
         The table, with the best of each column marked.
     """
-    baselines = baselines or {}
     groups: dict[str, list[RunRow]] = {}
     for row in rows:
         groups.setdefault(row.label, []).append(row)
@@ -389,9 +378,9 @@ def metric_table(
     )
     trivial = tuple(
         Line(name, tuple(_cell([values.get(c.key, math.nan)]) for c in columns))
-        for name, values in baselines.items()
+        for name, values in (baselines or {}).items()
     )
-    return MetricTable(columns, lines, trivial, tuple(rows), baselines)
+    return MetricTable(columns, lines, trivial, tuple(rows))
 
 
 def table_of(runs: Runs) -> MetricTable:

@@ -13,7 +13,8 @@ from fedharmony.report.panel import count
 from fedharmony.report.progress import duration
 
 
-def _percent(value: float) -> str:
+def percent(value: float) -> str:
+    """A fraction in per cent; a dash where it is undefined."""
     return f"{100 * value:.1f}\u202f%" if math.isfinite(value) else "–"
 
 
@@ -55,8 +56,8 @@ def _run_headline(run: RunView) -> Markup:
     ).format(
         run.measured_after,
         run.rounds_total,
-        _percent(run.metrics.get("mAP", math.nan)),
-        _percent(run.metrics.get("CF1", math.nan)),
+        percent(run.metrics.get("mAP", math.nan)),
+        percent(run.metrics.get("CF1", math.nan)),
         f" on {images:,} test images" if isinstance(images, int) else "",
     )
     return trained + "." + reached + _baseline_sentence(run)
@@ -71,7 +72,7 @@ def _baseline_sentence(run: RunView) -> Markup:
     if not math.isfinite(prevalence):
         return Markup("")
     text = " Scoring every image by how common each label is would give {} mAP."
-    return Markup(escape(text.format(_percent(prevalence))))
+    return Markup(escape(text.format(percent(prevalence))))
 
 
 def _comparison_headline(runs: Runs) -> Markup:
@@ -224,8 +225,8 @@ def tiles(runs: Runs) -> list[tuple[str, str, str]]:
         ("OF1", "all positive"),
     ):
         beside = run.baselines.get(baseline, {}).get(name, math.nan)
-        text = f"{baseline} {_percent(beside)}" if math.isfinite(beside) else ""
-        found.append((name, _percent(run.metrics.get(name, math.nan)), text))
+        text = f"{baseline} {percent(beside)}" if math.isfinite(beside) else ""
+        found.append((name, percent(run.metrics.get(name, math.nan)), text))
     pearson = run.structure.get("soft_pearson", math.nan)
     if math.isfinite(pearson):
         found.append(("structure r", f"{pearson:.2f}", "1 = that of the test labels"))

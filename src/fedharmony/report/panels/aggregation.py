@@ -9,23 +9,11 @@ import numpy as np
 import torch
 
 from fedharmony.correlation import effective_clients
+from fedharmony.report import svg
 from fedharmony.report.charts import Picture, Series, curve, frame, round_axis
 from fedharmony.report.load import Runs, RunView
 from fedharmony.report.panel import Panel, Section, legend, panels, styles
-from fedharmony.report.svg import (
-    DASHED,
-    DOTTED,
-    MOST_CELLS,
-    MUTED,
-    POSITIVE,
-    WIDTH,
-    Array,
-    Drawing,
-    Scale,
-    known_most,
-    sequential,
-    shrink,
-)
+from fedharmony.report.svg import Array, Drawing, Scale
 from fedharmony.types import Index
 
 
@@ -47,13 +35,16 @@ class Aggregation(Panel):
         ]
         peers = runs.groups[next(iter(shown))]  # all methods are given the same cohorts
         note = "(Σw)² / Σw². Dashed: equal weights"
-        lines.append(Series("equal weights", DASHED, tuple(effective(r, _equal) for r in peers)))
+        lines.append(
+            Series("equal weights", svg.DASHED, tuple(effective(r, _equal) for r in peers))
+        )
         if by_size := tuple(effective(r, _sizes(r)) for r in peers if "client_sizes" in r.matrices):
-            lines.append(Series("weights by size", DOTTED, by_size))
+            lines.append(Series("weights by size", svg.DOTTED, by_size))
             note += "; dotted: weights by client size"
         title = "Effective number of clients"
         pictures = [curve(title, lines, rounds=runs.rounds, note=f"{note}.")]
-        limit = max(w for run in shown.values() for ws in run.weights.values() for w in ws.values())
+        weights = [w for run in shown.values() for ws in run.weights.values() for w in ws.values()]
+        limit = max(filter(math.isfinite, weights), default=1.0)
         for names in same_weights(shown):
             run = shown[names[0]]
             who = names[0] if len(names) == 1 else f"{len(names)} methods"
@@ -108,7 +99,7 @@ def weights_map(title: str, run: RunView, limit: float, note: str = "") -> Pictu
     seen = [int(k) for e in run.rounds for k in (*(e.get("weights") or {}), *e.get("cohort", ()))]
     clients = max([clients, *(k + 1 for k in seen)])
     rows = client_rows(np.zeros(clients) if sizes is None else sizes)
-    weights = np.full((min(clients, MOST_CELLS), max(run.rounds_total, 1)), np.nan)
+    weights = np.full((min(clients, svg.MOST_CELLS), max(run.rounds_total, 1)), np.nan)
     absent = np.zeros_like(weights)
     for number, found in run.weights.items():
         for client, weight in found.items():
@@ -117,14 +108,14 @@ def weights_map(title: str, run: RunView, limit: float, note: str = "") -> Pictu
     for event in run.rounds:
         lost = [*event.get("dropped", ()), *(f["client"] for f in event.get("failures", ()))]
         absent[rows[[int(k) for k in lost]], int(event["round"])] = 1
-    pixels = sequential(shrink(weights, known_most), max(limit, 1e-12), least=0.12)
-    pixels[shrink(absent, known_most) > 0] = (*POSITIVE, 255)
+    pixels = svg.sequential(svg.shrink(weights, svg.known_most), max(limit, 1e-12), least=0.12)
+    pixels[svg.shrink(absent, svg.known_most) > 0] = (*svg.POSITIVE, 255)
     drawing, left, height = Drawing(250), 30.0, 208.0
-    drawing.image(pixels, left, 6, WIDTH - left - 8, height)
-    frame(drawing, left, 6, WIDTH - left - 8, height)
-    round_axis(drawing, Scale(0.5, weights.shape[1] + 0.5, left, WIDTH - 8), 6 + height)
+    drawing.image(pixels, left, 6, svg.WIDTH - left - 8, height)
+    frame(drawing, left, 6, svg.WIDTH - left - 8, height)
+    round_axis(drawing, Scale(0.5, weights.shape[1] + 0.5, left, svg.WIDTH - 8), 6 + height)
     words = "clients, largest on top" if sizes is not None else "clients"
-    drawing.text(14, 6 + height / 2, words, colour=MUTED, anchor="middle", turn=-90)
+    drawing.text(14, 6 + height / 2, words, colour=svg.MUTED, anchor="middle", turn=-90)
     note += f"Blank: not in the cohort; full colour: weight {limit:.2f}."
     if absent.any():
         note += " Orange: dropped out or failed."
@@ -139,6 +130,6 @@ def client_rows(sizes: Array) -> Index:
     """
     rank = np.empty(len(sizes), np.int64)
     rank[np.argsort(-sizes, kind="stable")] = np.arange(len(sizes))
-    rows = min(len(sizes), MOST_CELLS)
+    rows = min(len(sizes), svg.MOST_CELLS)
     ends = len(sizes) * np.arange(1, rows + 1) // max(1, rows)
     return np.searchsorted(ends, rank, side="right")

@@ -7,25 +7,12 @@ from collections.abc import Sequence
 
 import numpy as np
 
-from fedharmony.report.charts import MOST_NAMED, Picture, frame, row_names
+from fedharmony.report import svg
+from fedharmony.report.charts import MOST_NAMED, Picture, frame, row_names, y_axis
 from fedharmony.report.load import Runs
 from fedharmony.report.order import LabelOrder, label_order
 from fedharmony.report.panel import Panel, Section, panels
-from fedharmony.report.svg import (
-    GRID,
-    MUTED,
-    WIDTH,
-    Array,
-    Drawing,
-    Scale,
-    known_mean,
-    margin,
-    plain,
-    printable,
-    sequential,
-    shrink,
-    style,
-)
+from fedharmony.report.svg import Array, Drawing, Scale
 
 _WORDS = {
     "size_min": "images, smallest client",
@@ -88,22 +75,23 @@ def client_picture(
     """
     rows = len(order.index) if shares is not None else 0
     named = 0 < rows <= MOST_NAMED and len(labels) == rows
-    names = [printable(labels[i], 18) for i in order.index] if named else []
-    left = margin(names, 38)
-    top, bars, width = 6.0, 84.0, WIDTH - left - 6
+    names = [svg.printable(labels[i], 18) for i in order.index] if named else []
+    left = svg.margin(names, 38)
+    top, bars, width = 6.0, 84.0, svg.WIDTH - left - 6
     below = (max(120.0, 11.5 * rows) if named else 240.0) if rows else 0.0
     end = top + bars + (12 + below if below else 0)
     drawing = Drawing(end + 22)
-    _bars(drawing, shrink(np.sort(sizes)[None, ::-1], known_mean)[0], left, top, width, bars)
+    heights = svg.shrink(np.sort(sizes)[None, ::-1], svg.known_mean)[0]
+    _bars(drawing, heights, left, top, width, bars)
     note = (
         f"Bars: images per client (least {int(sizes.min()):,}, median {np.median(sizes):,.0f}, "
         f"most {int(sizes.max()):,})."
     )
     if shares is not None:
-        cells = shrink(shares.T[order.index], known_mean)
+        cells = svg.shrink(shares.T[order.index], svg.known_mean)
         limit = max(0.05, math.ceil(20 * float(np.max(cells, initial=0.0)) - 1e-9) / 20)
         place = (left, top + bars + 12, width, below)
-        drawing.image(sequential(cells, limit), *place)
+        drawing.image(svg.sequential(cells, limit), *place)
         frame(drawing, *place)
         row_names(drawing, names, left - 4, place[1], below / max(rows, 1))
         note += (
@@ -111,7 +99,7 @@ def client_picture(
             f"{100 * limit:.0f} % (full colour)."
         )
     text = f"{len(sizes):,} clients, largest first"
-    drawing.text(left + width / 2, end + 14, text, colour=MUTED, anchor="middle")
+    drawing.text(left + width / 2, end + 14, text, colour=svg.MUTED, anchor="middle")
     described = "Images per client, and share of them carrying each label"
     return Picture("Images per client and label shares", drawing.svg(described), note)
 
@@ -121,14 +109,12 @@ def _bars(
 ) -> None:
     """A bar for each client, or for neighbours of one size; more than 120 become one area."""
     up = Scale(0, 1.05 * max(float(heights.max()), 1.0), top + height, top)
-    for tick in up.ticks(3, whole=True):
-        drawing.line([(left, up(tick)), (left + width, up(tick))], GRID, 0.8)
-        drawing.text(left - 4, up(tick), plain(tick), colour=MUTED, anchor="end")
+    y_axis(drawing, up, left, left + width, up.ticks(3, whole=True))
     step = width / len(heights)
     gap = 0.11 * step if len(heights) <= 120 else 0.0
     outline = [(left, up(0))]
     for i, value in enumerate(heights):
         start, stop = left + step * i + gap, left + step * (i + 1) - gap
         outline += [(start, up(0)), (start, up(value)), (stop, up(value)), (stop, up(0))]
-    drawing.area(outline, style(0).colour, 1.0)
-    drawing.line([(left, up(0)), (left + width, up(0))], MUTED, 0.8)
+    drawing.area(outline, svg.style(0).colour, 1.0)
+    drawing.line([(left, up(0)), (left + width, up(0))], svg.MUTED, 0.8)

@@ -7,25 +7,12 @@ from collections.abc import Sequence
 
 import numpy as np
 
+from fedharmony.report import svg
 from fedharmony.report.charts import MOST_NAMED, Picture, frame, row_names
 from fedharmony.report.load import Runs
 from fedharmony.report.order import LabelOrder, label_order
 from fedharmony.report.panel import Panel, Section, count, panels
-from fedharmony.report.svg import (
-    FONT,
-    INK,
-    MOST_CELLS,
-    MUTED,
-    WIDTH,
-    Array,
-    Drawing,
-    diverging,
-    known_mean,
-    margin,
-    plain,
-    printable,
-    shrink,
-)
+from fedharmony.report.svg import Array, Drawing
 
 #: Labels up to which every cell says its value.
 MOST_VALUES = 20
@@ -90,8 +77,8 @@ def _lead(size: int, classes: int, order: LabelOrder, unknown: bool) -> str:
         lead += " Figures are hundredths."
     if size < classes:
         lead += f" Of {classes:,} labels the {size:,} most frequent are compared."
-    if size > MOST_CELLS:
-        lead += f" {size:,} labels are averaged down to {MOST_CELLS} cells per side."
+    if size > svg.MOST_CELLS:
+        lead += f" {size:,} labels are averaged down to {svg.MOST_CELLS} cells per side."
     return lead
 
 
@@ -141,14 +128,14 @@ def correlation_map(
         note: Text beneath the figure.
     """
     size = len(matrix)
-    names = [printable(labels[i], 18) for i in order.index] if len(labels) == size else []
+    names = [svg.printable(labels[i], 18) for i in order.index] if len(labels) == size else []
     names = names if len(names) <= MOST_NAMED else []
-    left = margin(names) if names else 24.0
-    side = WIDTH - left - 4
+    left = svg.margin(names) if names else 24.0
+    side = svg.WIDTH - left - 4
     step = side / size
     drawing = Drawing(4 + side + (left - 4 if names else 4))
     ordered = matrix[np.ix_(order.index, order.index)]
-    pixels = diverging(shrink(ordered, known_mean), limit)
+    pixels = svg.diverging(svg.shrink(ordered, svg.known_mean), limit)
     if len(pixels) == size:  # otherwise each cell on the diagonal holds other pairs, too
         pixels[np.eye(size, dtype=bool)] = 0
     drawing.image(pixels, left, 4, side, side)
@@ -156,15 +143,15 @@ def correlation_map(
     for first, end in order.clusters:
         length = step * (end - first)
         place = (left + step * first, 4 + step * first, length, length)
-        drawing.rect(*place, fill="none", stroke=INK, stroke_width=1.1)
+        drawing.rect(*place, fill="none", stroke=svg.INK, stroke_width=1.1)
     row_names(drawing, names, left - 4, 4, step)
     for i, name in enumerate(names):
         at = (left + step * (i + 0.5), 4 + side + 4)
-        drawing.text(*at, name, size=min(FONT, 0.92 * step), anchor="end", turn=-90)
+        drawing.text(*at, name, size=min(svg.FONT, 0.92 * step), anchor="end", turn=-90)
     if not names:
         for i, (first, end) in enumerate(order.clusters):
             middle = 4 + step * (first + end) / 2
-            drawing.text(left - 4, middle, str(i + 1), colour=MUTED, anchor="end")
+            drawing.text(left - 4, middle, str(i + 1), colour=svg.MUTED, anchor="end")
     if size <= MOST_VALUES:
         _write_values(drawing, ordered, left, step)
     return Picture(title, drawing.svg(f"Heat map: {title}"), note)
@@ -173,8 +160,8 @@ def correlation_map(
 def _write_values(drawing: Drawing, ordered: Array, left: float, step: float) -> None:
     """Every known value, in hundredths."""
     places = [
-        (left + step * (column + 0.5), 4 + step * (row + 0.5), plain(round(100 * value)))
+        (left + step * (column + 0.5), 4 + step * (row + 0.5), svg.plain(round(100 * value)))
         for (row, column), value in np.ndenumerate(ordered)
         if np.isfinite(value)
     ]
-    drawing.figures(places, size=min(FONT, 0.5 * step))
+    drawing.figures(places, size=min(svg.FONT, 0.5 * step))

@@ -6,19 +6,11 @@ import math
 import statistics
 from collections.abc import Mapping, Sequence
 
-from fedharmony.report.charts import Picture, Row, dots
+from fedharmony.report import svg
+from fedharmony.report.charts import Picture, Row, dots, x_axis, y_axis
 from fedharmony.report.load import LabelScore, Runs
 from fedharmony.report.panel import Panel, Section, count, legend, panels, styles
-from fedharmony.report.svg import (
-    GRID,
-    MUTED,
-    WIDTH,
-    Drawing,
-    Scale,
-    Style,
-    plain,
-    style,
-)
+from fedharmony.report.svg import Drawing, Scale, Style
 
 #: Labels shown in a chart with one row per label.
 MOST_ROWS = 40
@@ -52,34 +44,28 @@ class Labels(Panel):
         images = first.start.get("test_images")
         rates = [scores[i].positives / images for i in rows] if images else [None] * len(rows)
         looks = styles(runs)
-        rates_shown = [
+        by_label = [
             Row(
                 name,
                 tuple((looks[method], 100 * values[i]) for method, values in chosen.items()),
-                strokes=() if rate is None else ((Style(MUTED), 100 * rate),),
+                strokes=() if rate is None else ((Style(svg.MUTED), 100 * rate),),
             )
             for i, (name, rate) in enumerate(zip(names, rates, strict=True))
         ]
-        pictures = [dots("Average precision, %", rates_shown, ends=(0, 100))]
+        pictures = [dots("Average precision, %", by_label, ends=(0, 100))]
         lead = _lead(scores, len(rows), bool(images))
         if not runs.alone:
             competing = {n: v for n, v in chosen.items() if n in runs.ranked}
             pictures += _gains(names, competing or chosen, looks)
             return Section("Labels", lead, tuple(pictures), legend(runs, chosen))
-        looks = {"precision": style(1), "recall": style(2)}
+        precision, recall = svg.style(1), svg.style(2)
         both = [
-            Row(
-                scores[i].label,
-                (
-                    (looks["precision"], 100 * scores[i].precision),
-                    (looks["recall"], 100 * scores[i].recall),
-                ),
-            )
-            for i in rows
+            Row(s.label, ((precision, 100 * s.precision), (recall, 100 * s.recall)))
+            for s in (scores[i] for i in rows)
         ]
         pictures.append(dots("Precision and recall, %", both, ends=(0, 100)))
         pictures.append(frequency_scatter(scores))
-        keys = (("AP", style(0)), *looks.items())
+        keys = (("AP", svg.style(0)), ("precision", precision), ("recall", recall))
         return Section("Labels", lead, tuple(pictures), keys)
 
 
@@ -144,17 +130,10 @@ def frequency_scatter(scores: Sequence[LabelScore]) -> Picture:
     ticks = log_ticks([s.positives for s in defined])
     drawing, bottom = Drawing(250), 214.0
     up = Scale(-2, 102, bottom, 6)
-    across = Scale(0.9 * ticks[0], 1.1 * ticks[-1], 38, WIDTH - 14, log=True)
-    for tick in (0, 20, 40, 60, 80, 100):
-        drawing.line([(across.start, up(tick)), (across.end, up(tick))], GRID, 0.8)
-        drawing.text(across.start - 4, up(tick), str(tick), colour=MUTED, anchor="end")
-    drawing.line([(across.start, bottom), (across.end, bottom)], MUTED, 0.8)
-    for tick in ticks:
-        drawing.line([(across(tick), bottom), (across(tick), bottom + 3)], MUTED, 0.8)
-        drawing.text(across(tick), bottom + 12, plain(tick), colour=MUTED, anchor="middle")
-    words = "test images with the label (log scale)"
-    drawing.text((across.start + across.end) / 2, bottom + 28, words, colour=MUTED, anchor="middle")
+    across = Scale(0.9 * ticks[0], 1.1 * ticks[-1], 38, svg.WIDTH - 14, log=True)
+    y_axis(drawing, up, across.start, across.end, (0, 20, 40, 60, 80, 100))
+    x_axis(drawing, across, bottom, ticks, "test images with the label (log scale)")
     for score in defined:
-        drawing.mark(across(score.positives), up(100 * score.ap), style(0), opacity=0.75)
+        drawing.mark(across(score.positives), up(100 * score.ap), svg.style(0), opacity=0.75)
     described = drawing.svg("Average precision against label frequency")
     return Picture("AP against label frequency, %", described)
