@@ -37,7 +37,8 @@ from fedharmony.report.panels.aggregation import (
     weights_map,
 )
 from fedharmony.report.panels.clients import client_picture
-from fedharmony.report.panels.correlation import correlation_map, off_diagonal
+from fedharmony.report.panels.correlation import Correlation, correlation_map, off_diagonal
+from fedharmony.report.panels.labels import Labels
 from fedharmony.report.progress import Progress
 from fedharmony.report.tables import RunRow, metric_table, table_of
 from fedharmony.rng import numpy_rng
@@ -353,6 +354,48 @@ def test_weight_maps_side_by_side_share_one_scale(tmp_path: Path) -> None:
     assert [p.note for p in section.pictures[1:]] == [
         "Blank: not in the cohort; full colour: weight 0.90."
     ] * 2
+
+
+def test_the_map_learned_minus_true_by_hand(tmp_path: Path) -> None:
+    """True φ 0.5, learned 0.3: the difference −0.2 is written as −20, once on either side."""
+    true, learned = np.array([[1, 0.5], [0.5, 1]]), np.array([[1, 0.3], [0.3, 1]])
+    matrices = {"true": true, "learned": learned}
+    run = RunView(tmp_path, start={"classes": ["a", "b"]}, matrices=matrices)
+    section = Correlation().draw(Runs("", tmp_path, {"x": (run,)}, alone=True))
+    assert section is not None
+    found = {p.title: re.findall(r">([−\d]+)</text>", p.svg) for p in section.pictures}
+    assert found == {
+        "True: the test labels": ["50", "50"],
+        "Learned by the model": ["30", "30"],
+        "Learned − true": ["−20", "−20"],
+    }
+
+
+def scored(folder: Path, ap: float, central: bool = False) -> tuple[RunView]:
+    """A run with one label of this average precision."""
+    row = {"label": "cat", "ap": ap, "positives": 3}
+    config = {"federation": {"central": central}}
+    return (RunView(folder, config, results={"per_label": [row]}),)
+
+
+def test_gains_of_labels_are_against_the_first_method_on_an_axis_of_ten_points(
+    tmp_path: Path,
+) -> None:
+    """Central 90, a 50, b 52: b gains 2 points over a, which an axis of 10 shows as little."""
+    groups = {"central": scored(tmp_path, 0.9, True), "a": scored(tmp_path, 0.50)}
+    section = Labels().draw(Runs("", tmp_path, {**groups, "b": scored(tmp_path, 0.52)}))
+    assert section is not None
+    gains = section.pictures[1]
+    assert gains.title == "AP compared with a, points"
+    assert gains.svg.count('fill="var(--s2)"') == 1
+    assert svg.CENTRAL.outline not in gains.svg
+    ticks = [float(t.replace("−", "-")) for t in re.findall(r'middle">([−\d.]+)<', gains.svg)]
+    assert max(ticks) - min(ticks) >= 7.5
+
+
+def test_curves_of_the_method_say_what_they_are(pages: Callable[[str], Path]) -> None:
+    words = _words(pages("fedharmony"))
+    assert "Mean distance of a client's correlations to the consensus of the others." in words
 
 
 def test_shares_stand_in_the_order_of_labels(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -811,6 +854,7 @@ def test_central_training_stays_out_of_the_ranking(tmp_path: Path) -> None:
     assert re.search("fed(avg|prox) has the highest mAP", words)
     assert "Trained in one place (central), which is no federated method: 99.0" in words
     assert "2 methods" in words
+    assert "99 ▸" in words  # the dots of the methods have the axis to themselves
 
 
 @pytest.mark.parametrize(
