@@ -125,7 +125,6 @@ def warm_up() -> None:
     import torch
 
     torch.set_num_threads(1)
-    import matplotlib.figure
     import sklearn.datasets
 
     import fedharmony.cli
@@ -136,7 +135,6 @@ def warm_up() -> None:
     from fedharmony.methods.base import methods
 
     methods.names()
-    assert matplotlib.figure
     assert sklearn.datasets
     assert fedharmony.cli
 

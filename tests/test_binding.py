@@ -31,7 +31,7 @@ from fedharmony.experiments.binding import bind, changed
 from fedharmony.experiments.folder import RunFolder, folder_name
 from fedharmony.experiments.settings import Settings, load_settings
 from fedharmony.partition.base import Partition
-from fedharmony.report.load import gather, load_comparison, load_run
+from fedharmony.report.load import load, load_run
 from test_cli import call, refuse, results, succeed
 from toy import toy_data
 
@@ -449,18 +449,18 @@ def test_runs_of_other_test_sets_do_not_stand_in_one_table(tmp_path: Path) -> No
     one = bound(write_fake_run(tmp_path / "one", method="fedavg"))
     two = bound(write_fake_run(tmp_path / "two", method="fedprox"), test_labels="other")
     with pytest.raises(CheckpointError, match="differ in test labels"):
-        gather([one, two])
+        load([one, two])
     bound(two, training_labels="other", partition="other")
-    assert len(gather([one, two]).runs) == 2
+    assert len(load([one, two]).runs) == 2
     plain = write_fake_run(tmp_path / "plain", method="fednova")  # does not say
-    assert len(gather([one, two, plain]).runs) == 3
+    assert len(load([one, two, plain]).runs) == 3
 
 
 def test_seeds_of_one_method_were_trained_on_the_same_data(tmp_path: Path) -> None:
     one = bound(write_fake_run(tmp_path / "one", method="fedavg"))
     two = bound(write_fake_run(tmp_path / "two", method="fedavg", seed=1), training_labels="b")
     with pytest.raises(CheckpointError, match="differ in training labels"):
-        gather([one, two])
+        load([one, two])
 
 
 @pytest.mark.parametrize(
@@ -479,7 +479,7 @@ def test_a_comparison_is_of_one_data_set_and_split(
     }
     (tmp_path / "comparison.json").write_text(json.dumps(index))
     with pytest.raises(CheckpointError, match=f"differ in {part.replace('_', ' ')}"):
-        load_comparison(tmp_path)
+        load(tmp_path)
 
 
 def test_results_of_another_run_are_not_reported(tmp_path: Path) -> None:

@@ -21,9 +21,9 @@ from PIL import Image, UnidentifiedImageError
 from safetensors.numpy import load_file, save_file
 
 import fake_run
-from fedharmony.data import files
+from fedharmony.data import tree as trees
 from fedharmony.data.cache import Resize, decode, decoded
-from fedharmony.data.files import open_tree
+from fedharmony.data.tree import open_tree
 from fedharmony.errors import CheckpointError, DataError
 from fedharmony.partition.report import paired_labels
 from fedharmony.report.load import load_run
@@ -81,7 +81,7 @@ def test_a_pipe_among_the_images_is_named(tmp_path: Path) -> None:
 
 def test_an_image_file_has_a_largest_size(tmp_path: Path) -> None:
     with (tmp_path / "0.jpg").open("wb") as file:
-        file.truncate(files.IMAGE_LIMIT + 1)
+        file.truncate(trees.IMAGE_LIMIT + 1)
     images = open_tree(tmp_path).images(["0.jpg"])
     with pytest.raises(DataError, match="more than the 268,435,456 that are read"):
         images.read(0)
@@ -134,7 +134,7 @@ def test_unpacking_stops_at_the_declared_size(tmp_path: Path) -> None:
 def test_what_is_out_of_proportion_is_not_unpacked(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(files, "UNPACKED_LEAST", 1 << 20)
+    monkeypatch.setattr(trees, "UNPACKED_LEAST", 1 << 20)
     tree = open_tree(zip_with(tmp_path / "a.zip", bytes(ZEROS), ZEROS))
     with pytest.raises(DataError, match="more than the"):
         tree.read("a.jpg")
@@ -143,7 +143,7 @@ def test_what_is_out_of_proportion_is_not_unpacked(
 def test_a_compressed_tar_does_not_fill_the_disk(
     tmp_path: Path, own_cache: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(files, "UNPACKED_LEAST", 1 << 20)
+    monkeypatch.setattr(trees, "UNPACKED_LEAST", 1 << 20)
     (tmp_path / "a.tar.gz").write_bytes(gzip.compress(bytes(ZEROS)))
     with pytest.raises(DataError, match="unpacks to more than 100 times its size"):
         open_tree(tmp_path / "a.tar.gz").list()

@@ -519,6 +519,6 @@ def test_what_cannot_work_is_refused_before_an_image_is_decoded(
         raise AssertionError("no image is decoded for this")
 
     write_voc(tmp_path)
-    monkeypatch.setattr("fedharmony.data.annotations.decoded", never)
+    monkeypatch.setattr("fedharmony.data.file_source.decoded", never)
     options = [*TINY, f"data.path={tmp_path}", "split.clients=2", change]
     assert words in refuse(tmp_path, "run", "voc2007", *options)

@@ -18,8 +18,8 @@ from hypothesis import strategies as st
 
 from fedharmony.config import build
 from fedharmony.data import datasets
-from fedharmony.data.annotations import Annotated, CheckLine
 from fedharmony.data.coco import IMAGES, Coco, parse_instances
+from fedharmony.data.file_source import AnnotatedFiles, CheckLine
 from fedharmony.errors import ConfigError, DataError
 from fixtures_voc_coco import (
     WrittenCoco,
@@ -46,7 +46,7 @@ def source(path: Path, year: str = "2014", **options: Any) -> Coco:
     return Coco(build(Coco.Config, values, "data"))
 
 
-def parts(path: Path, year: str = "2014", **options: Any) -> tuple[Annotated, Annotated]:
+def parts(path: Path, year: str = "2014", **options: Any) -> tuple[AnnotatedFiles, AnnotatedFiles]:
     classes, train, val = source(path, year, **options).annotations()
     assert classes == CLASSES
     return train, val
@@ -96,20 +96,6 @@ def test_unlabelled_images_stay_or_go(tmp_path: Path) -> None:
         assert after.ids == before.ids[1:]
         np.testing.assert_array_equal(after.labels, before.labels[1:])
         assert after.files.name(0) == before.files.name(1)
-
-
-def test_groups_are_the_supercategories(tmp_path: Path) -> None:
-    write_coco(tmp_path)
-    groups = source(tmp_path).groups()
-    assert groups["vehicle"] == (1, 2)  # bicycle and car
-    assert {k: v for k, v in groups.items() if k != "vehicle"} == {
-        "person": (0,),
-        "outdoor": (3,),
-        "animal": (4,),
-        "kitchen": (5,),
-        "furniture": (6,),
-        "indoor": (7,),
-    }
 
 
 @given(st.data())
@@ -401,7 +387,3 @@ def test_real_coco2017() -> None:
     )
     assert len(data.classes) == 80
     assert (len(data.train), len(data.test)) == (80, 79)
-    groups = coco.groups()
-    assert len(groups) == 12
-    assert sorted(c for members in groups.values() for c in members) == list(range(80))
-    assert groups["vehicle"] == tuple(range(1, 9))

@@ -27,11 +27,12 @@ from hypothesis import strategies as st
 from PIL import Image, ImageOps
 
 from fedharmony.config import build
-from fedharmony.data import cache, files
-from fedharmony.data.annotations import Annotated, CheckLine, FileSource
+from fedharmony.data import cache, derived
+from fedharmony.data import tree as trees
 from fedharmony.data.base import TensorImages
 from fedharmony.data.cache import CHUNK, PATIENCE, Decoded, MappedImages, Resize, decode, decoded
-from fedharmony.data.files import open_tree
+from fedharmony.data.file_source import AnnotatedFiles, CheckLine, FileSource
+from fedharmony.data.tree import open_tree
 from fedharmony.errors import ConfigError, DataError
 from fedharmony.rng import numpy_rng
 
@@ -319,7 +320,7 @@ def test_a_compressed_tar_is_unpacked_once(
     (unpacked,) = (own_cache / "unpacked").glob("*.tar")
     assert unpacked.read_bytes() == gzip.decompress(path.read_bytes())
     # Not even a lock is needed then: the cache may have become read-only.
-    monkeypatch.setattr(files, "building", None)
+    monkeypatch.setattr(trees, "building", None)
     assert open_tree(path).read(f"{IMAGES}/1.jpg") == picture(1)
 
 
@@ -335,9 +336,9 @@ def test_of_two_that_want_to_unpack_one_waits(
         time.sleep(0.2)
         out.write(gzip.decompress(source.read_bytes()))
 
-    monkeypatch.setattr(files, "_gunzip", slowly)
+    monkeypatch.setattr(trees, "_gunzip", slowly)
     with ThreadPoolExecutor(2) as pool:
-        first, second = (pool.submit(files._unpacked, path, "identity") for _ in range(2))
+        first, second = (pool.submit(trees._unpacked, path, "identity") for _ in range(2))
         assert first.result() == second.result()
     assert first.result().read_bytes() == gzip.decompress(path.read_bytes())
     assert unpacked == [path]
@@ -350,7 +351,7 @@ def test_the_size_of_large_archives(tmp_path: Path) -> None:
         file.truncate(5 * 10**9 - 8)  # takes no room on the disk
         file.seek(0, os.SEEK_END)
         file.write(bytes(4) + (6 * 10**9 - 2**32).to_bytes(4, "little"))
-    assert files._unpacked_size(path) == 6 * 10**9
+    assert trees._unpacked_size(path) == 6 * 10**9
 
 
 class Usage(NamedTuple):
@@ -687,7 +688,7 @@ def test_a_crash_before_the_new_description_leaves_no_old_one(
     def crash(file: Path, *rest: Any) -> Any:
         if file.suffix == ".json":
             raise KeyboardInterrupt
-        return files.new_file(file, *rest)
+        return derived.new_file(file, *rest)
 
     monkeypatch.setattr(cache, "new_file", crash)
     with pytest.raises(KeyboardInterrupt):
@@ -851,7 +852,7 @@ def test_without_locks_the_file_is_still_replaced_in_one_step(
     own_cache: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """Another process finishes first, while this one decodes: both files are whole."""
-    monkeypatch.setattr(files, "fcntl", None)
+    monkeypatch.setattr(derived, "fcntl", None)
     some = pictures(2 * CHUNK)
     other: list[Decoded] = []
 
@@ -930,15 +931,15 @@ class Toy(FileSource):
     rows = 6
     extra: dict[str, int] = {}  # noqa: RUF012
 
-    def annotations(self) -> tuple[tuple[str, ...], Annotated, Annotated]:
+    def annotations(self) -> tuple[tuple[str, ...], AnnotatedFiles, AnnotatedFiles]:
         tree = self.tree()
         self.require(tree, "VOC2012/train.txt", IMAGES)
         return ("even", "all"), self.part(tree, range(self.rows)), self.part(tree, range(2))
 
-    def part(self, tree: files.Tree, rows: range) -> Annotated:
+    def part(self, tree: trees.Tree, rows: range) -> AnnotatedFiles:
         number = np.array(rows)
         labels = np.stack([number % 2 == 0, number != 1], 1)
-        return Annotated(
+        return AnnotatedFiles(
             tree.images([f"{IMAGES}/{row}.jpg" for row in rows]),
             labels.astype(np.uint8),
             tuple(f"id{row}" for row in rows),
@@ -1054,7 +1055,7 @@ def test_check_says_what_is_wrong(tmp_path: Path, monkeypatch: pytest.MonkeyPatc
 def test_annotations_that_do_not_fit_are_refused(part: dict[str, Any]) -> None:
     parts = {"labels": np.zeros((2, 2), np.uint8), "ids": ("a", "b"), **part}
     with pytest.raises(DataError, match=rf"do not match: 2 files, 2 labels, .*{next(iter(part))}"):
-        Annotated(pictures(2), **parts)
+        AnnotatedFiles(pictures(2), **parts)
 
 
 # ------------------------------------------------------------------------------- real archives

@@ -15,8 +15,9 @@ import fedharmony.data.flair as module
 import fixtures_flair as flair
 from fedharmony.config import build
 from fedharmony.data import DataSet, datasets
-from fedharmony.data.annotations import Annotated
+from fedharmony.data.file_source import AnnotatedFiles
 from fedharmony.data.flair import COARSE, Flair
+from fedharmony.data.flair_forms import parquet as parquet_form
 from fedharmony.errors import ConfigError, DataError
 from fixtures_flair import RECORDS, Record
 
@@ -63,7 +64,7 @@ def source(path: Path, **settings: object) -> Flair:
     return Flair(Flair.Config(str(path), image_size=flair.SIDE, **settings))  # type: ignore[arg-type]
 
 
-def by_id(part: Annotated, classes: tuple[str, ...]) -> dict[str, tuple[str, set[str]]]:
+def by_id(part: AnnotatedFiles, classes: tuple[str, ...]) -> dict[str, tuple[str, set[str]]]:
     """Owner and label names of every image."""
     assert part.users is not None
     return {
@@ -390,14 +391,14 @@ def test_parquet_images_are_read_in_any_order_with_little_memory(
 ) -> None:
     """Row groups of 7 images of about 700 bytes; where 1 byte may be kept, the latest one stays."""
     pytest.importorskip("pyarrow")
-    monkeypatch.setattr(module, "RECENT_BYTES", 1)
+    monkeypatch.setattr(parquet_form, "RECENT_BYTES", 1)
     _, train, _ = source(flair.write_parquet(tmp_path)).annotations()
     files, records = train.files, flair.part("train")
-    assert isinstance(files, module.ParquetImages)
+    assert isinstance(files, parquet_form.ParquetImages)
     for i in (0, 32, 7, 6, 19, 20, 0):
         assert files.read(i) == flair.jpeg(records[i])
         assert len(files._recent) == 1
-    monkeypatch.setattr(module, "RECENT_BYTES", 1 << 20)
+    monkeypatch.setattr(parquet_form, "RECENT_BYTES", 1 << 20)
     for i in (0, 7, 14):
         files.read(i)
     assert len(files._recent) == 3

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import base64
 import csv
 import functools
 import io
@@ -13,18 +14,31 @@ from html.parser import HTMLParser
 from pathlib import Path
 from typing import Any
 
-import matplotlib as mpl
 import numpy as np
 import pytest
-from matplotlib._pylab_helpers import Gcf
+from PIL import Image
 from rich.console import Console
 
 from fake_run import METHODS, write_fake_comparison, write_fake_run
 from fedharmony.errors import CheckpointError
 from fedharmony.metrics import METRIC_NAMES
-from fedharmony.report import page, plots
-from fedharmony.report.load import RunView, gather, load_comparison, load_run
+from fedharmony.report import svg, words
+from fedharmony.report.charts import Row, Series, curve, dots, span
+from fedharmony.report.load import Runs, RunView, load, load_run
+from fedharmony.report.order import LabelOrder, cluster_order, spectral_order
 from fedharmony.report.page import write_report
+from fedharmony.report.panel import Panel, Section, panels, styles
+from fedharmony.report.panels import aggregation
+from fedharmony.report.panels.aggregation import (
+    Aggregation,
+    client_rows,
+    effective,
+    same_weights,
+    weights_map,
+)
+from fedharmony.report.panels.clients import client_picture
+from fedharmony.report.panels.correlation import Correlation, correlation_map, off_diagonal
+from fedharmony.report.panels.labels import Labels
 from fedharmony.report.progress import Progress
 from fedharmony.report.tables import RunRow, metric_table, table_of
 from fedharmony.rng import numpy_rng
@@ -135,17 +149,17 @@ def test_a_comparison_is_read_as_far_as_it_got(tmp_path: Path) -> None:
     folder = write_fake_comparison(tmp_path, seeds=(1, 0), rounds=3)
     for file in (folder / "fedharmony" / "seed-0").iterdir():
         file.unlink()
-    view = load_comparison(folder)
+    view = load(folder)
     assert [run.seed for run in view.groups["fedavg"]] == [0, 1]
     assert view.missing == (("fedharmony", 0),)
-    with pytest.raises(CheckpointError, match=r"no comparison\.json"):
-        load_comparison(folder / "fedavg")
+    with pytest.raises(CheckpointError, match="not a run folder"):
+        load(folder / "fedavg")
 
 
 def test_runs_of_one_name_and_seed_are_told_apart(tmp_path: Path) -> None:
     for name, method in (("a", "fedavg"), ("b", "fedavg"), ("c", "fedprox")):
         write_fake_run(tmp_path / name, method=method, rounds=2)
-    assert list(gather([tmp_path / n for n in "abc"]).groups) == [
+    assert list(load([tmp_path / n for n in "abc"]).groups) == [
         "fedavg (a)",
         "fedavg (b)",
         "fedprox",
@@ -243,8 +257,8 @@ def test_csv_has_one_row_per_run_at_full_precision() -> None:
 @pytest.mark.parametrize("seeds", [(0,), (0, 1, 2)])
 def test_the_terminal_table_fits(tmp_path: Path, seeds: tuple[int, ...]) -> None:
     methods = ("fedavg", "fedharmony:recommended")
-    view = load_comparison(write_fake_comparison(tmp_path, methods, seeds, rounds=2))
-    table = table_of(view.groups)
+    view = load(write_fake_comparison(tmp_path, methods, seeds, rounds=2))
+    table = table_of(view)
     for width in (60, 80, 100, 220):
         console = Console(width=width, file=io.StringIO(), force_terminal=False)
         console.print(table.to_rich(width))
@@ -271,13 +285,12 @@ def test_spectral_order_gathers_hidden_blocks() -> None:
     blocks = rng.permutation(np.repeat([0, 1, 2], 5))
     matrix = np.where(blocks[:, None] == blocks[None, :], 0.5, -0.1)
     noise = rng.normal(0, 0.02, matrix.shape)
-    along = blocks[plots.spectral_order(matrix + noise + noise.T)]
+    along = blocks[spectral_order(matrix + noise + noise.T)]
     assert int((np.diff(along) != 0).sum()) == 2  # each block is one stretch
 
 
-def test_clusters_come_in_order_and_loners_last(tmp_path: Path) -> None:
-    run = RunView(tmp_path, matrices={"clusters": np.array([1.0, -1.0, 0.0, 1.0, 0.0])})
-    order = plots.label_order(run, None)
+def test_clusters_come_in_order_and_loners_last() -> None:
+    order = cluster_order(np.array([1, -1, 0, 1, 0]))
     assert order.index.tolist() == [2, 4, 0, 3, 1]
     assert order.clusters == ((0, 2), (2, 4))
 
@@ -285,65 +298,167 @@ def test_clusters_come_in_order_and_loners_last(tmp_path: Path) -> None:
 def test_shrinking_keeps_positions() -> None:
     """A step at three quarters of 1,628 cells is a step at three quarters of 400."""
     values = np.where(np.arange(1628) >= 1221, 1.0, 0.0)[None, :]
-    small = plots._shrink(values, np.nanmean)
+    small = svg.shrink(values, svg.known_mean)
     assert small.shape == (1, 400)
     assert small[0, 299] == 0.0
     assert small[0, 300] == 1.0
+
+
+def test_shrinking_skips_what_is_not_known() -> None:
+    """Blocks (1, nan), (nan, nan) and (2, 4): means 1, nan, 3; largest 1, nan, 4."""
+    values = np.array([[1.0, np.nan, np.nan, np.nan, 2.0, 4.0]])
+    assert np.array_equal(
+        svg.shrink(values, svg.known_mean, 3), [[1.0, np.nan, 3.0]], equal_nan=True
+    )
+    assert np.array_equal(
+        svg.shrink(values, svg.known_most, 3), [[1.0, np.nan, 4.0]], equal_nan=True
+    )
 
 
 def test_many_clients_share_rows_as_shrinking_would_join_them() -> None:
     """1,000 clients in 400 rows, by size: of each row the largest weight, as shrinking gives it."""
     rng = np.random.default_rng(0)
     sizes, weights = rng.integers(1, 50, 1000).astype(float), rng.random((1000, 1))
-    rows = plots._client_rows(sizes)
+    rows = client_rows(sizes)
     joined = np.zeros((400, 1))
     np.maximum.at(joined, rows, weights)
     ordered = weights[np.argsort(-sizes, kind="stable")]
-    assert np.array_equal(joined, plots._shrink(ordered, np.nanmax))
+    assert np.array_equal(joined, svg.shrink(ordered, svg.known_most))
 
 
-def test_clients_in_one_row_show_the_largest_weight(tmp_path: Path) -> None:
+def test_clients_in_one_row_show_the_largest_weight(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
     """800 clients of one size, two in a row: clients 0 and 1 have weights 0.7 and 0.3."""
-    sizes = np.ones(800)
+    seen: list[np.ndarray] = []
+    draw = svg.sequential
+    monkeypatch.setattr(svg, "sequential", lambda v, *a, **k: seen.append(v) or draw(v, *a, **k))
     event = {"round": 0, "weights": {"0": 0.7, "1": 0.3, "9": 0.1}, "dropped": [2]}
-    run = RunView(tmp_path, rounds=(event,), matrices={"client_sizes": sizes})
-    picture = plots.weights_map("many", "", run)
+    run = RunView(tmp_path, rounds=(event,), matrices={"client_sizes": np.ones(800)})
+    picture = weights_map("", run, 0.7)
+    assert seen[0][0].tolist() == [0.7]
     assert picture.note == (
         "Blank: not in the cohort; full colour: weight 0.70. Orange: dropped out or failed."
     )
 
 
+def test_weight_maps_side_by_side_share_one_scale(tmp_path: Path) -> None:
+    """Largest weights 0.6 and 0.9: both maps reach full colour at 0.9."""
+
+    def run(*weights: float) -> tuple[RunView]:
+        event = {"round": 0, "weights": {str(k): w for k, w in enumerate(weights)}}
+        return (RunView(tmp_path, rounds=(event,)),)
+
+    section = Aggregation().draw(Runs("", tmp_path, {"a": run(0.6, 0.4), "b": run(0.9, 0.1)}))
+    assert section is not None
+    assert [p.note for p in section.pictures[1:]] == [
+        "Blank: not in the cohort; full colour: weight 0.90."
+    ] * 2
+
+
+def test_the_map_learned_minus_true_by_hand(tmp_path: Path) -> None:
+    """True φ 0.5, learned 0.3: the difference −0.2 is written as −20, once on either side."""
+    true, learned = np.array([[1, 0.5], [0.5, 1]]), np.array([[1, 0.3], [0.3, 1]])
+    matrices = {"true": true, "learned": learned}
+    run = RunView(tmp_path, start={"classes": ["a", "b"]}, matrices=matrices)
+    section = Correlation().draw(Runs("", tmp_path, {"x": (run,)}, alone=True))
+    assert section is not None
+    found = {p.title: re.findall(r">([−\d]+)</text>", p.svg) for p in section.pictures}
+    assert found == {
+        "True: the test labels": ["50", "50"],
+        "Learned by the model": ["30", "30"],
+        "Learned − true": ["−20", "−20"],
+    }
+
+
+def scored(folder: Path, ap: float, central: bool = False) -> tuple[RunView]:
+    """A run with one label of this average precision."""
+    row = {"label": "cat", "ap": ap, "positives": 3}
+    config = {"federation": {"central": central}}
+    return (RunView(folder, config, results={"per_label": [row]}),)
+
+
+def test_gains_of_labels_are_against_the_first_method_on_an_axis_of_ten_points(
+    tmp_path: Path,
+) -> None:
+    """Central 90, a 50, b 52: b gains 2 points over a, which an axis of 10 shows as little."""
+    groups = {"central": scored(tmp_path, 0.9, True), "a": scored(tmp_path, 0.50)}
+    section = Labels().draw(Runs("", tmp_path, {**groups, "b": scored(tmp_path, 0.52)}))
+    assert section is not None
+    gains = section.pictures[1]
+    assert gains.title == "AP compared with a, points"
+    assert gains.svg.count('fill="var(--s2)"') == 1
+    assert svg.CENTRAL.outline not in gains.svg
+    ticks = [float(t.replace("−", "-")) for t in re.findall(r'middle">([−\d.]+)<', gains.svg)]
+    assert max(ticks) - min(ticks) >= 7.5
+
+
+def test_curves_of_the_method_say_what_they_are(pages: Callable[[str], Path]) -> None:
+    words = _words(pages("fedharmony"))
+    assert "Mean distance of a client's correlations to the consensus of the others." in words
+
+
 def test_shares_stand_in_the_order_of_labels(monkeypatch: pytest.MonkeyPatch) -> None:
     """Two clients, labels in the order 2, 0, 1: a row per label, a column per client."""
     seen: list[np.ndarray] = []
-    draw = plots._sequential
+    draw = svg.sequential
     monkeypatch.setattr(
-        plots, "_sequential", lambda values, *more: seen.append(values) or draw(values, *more)
+        svg, "sequential", lambda values, *more: seen.append(values) or draw(values, *more)
     )
     shares = np.array([[0.1, 0.2, 0.3], [0.4, 0.5, 0.6]])
-    order = plots.LabelOrder(np.array([2, 0, 1]))
-    plots.client_picture("two", np.array([9.0, 4.0]), shares, order, ["a", "b", "c"])
+    client_picture(np.array([9.0, 4.0]), shares, LabelOrder(np.array([2, 0, 1])), ["a", "b", "c"])
     assert seen[0].tolist() == [[0.3, 0.6], [0.1, 0.4], [0.2, 0.5]]
 
 
 def test_heat_map_pixels_by_hand() -> None:
     """Limit 0.5: 0.25 is half opaque (128) in the positive hue, −0.5 opaque in the negative one."""
-    pixels = plots._diverging(np.array([[0.25, -0.5, np.nan, 0.0, 0.9]]), 0.5)[0]
-    assert pixels[0].tolist() == [*plots._POSITIVE, 128]
-    assert pixels[1].tolist() == [*plots._NEGATIVE, 255]
-    assert pixels[2].tolist() == list(plots._UNKNOWN)
+    pixels = svg.diverging(np.array([[0.25, -0.5, np.nan, 0.0, 0.9]]), 0.5)[0]
+    assert pixels[0].tolist() == [*svg.POSITIVE, 128]
+    assert pixels[1].tolist() == [*svg.NEGATIVE, 255]
+    assert pixels[2].tolist() == [*svg.UNKNOWN[:3], 0]
     assert (pixels[3][3], pixels[4][3]) == (0, 255)
+
+
+def picture_of(text: str) -> np.ndarray:
+    """The pixels of the first image in SVG text."""
+    data = re.search(r'href="data:image/png;base64,([^"]*)"', text)
+    assert data is not None
+    return np.asarray(Image.open(io.BytesIO(base64.b64decode(data[1]))))
+
+
+def test_values_that_are_not_known_are_hatched_and_others_are_not() -> None:
+    """Two labels with one unknown pair out of four cells: stripes in it, flat colour elsewhere."""
+    drawing = svg.Drawing(100)
+    drawing.image(svg.diverging(np.array([[0.5, np.nan]]), 0.5), 0, 0, 100, 50)
+    pixels = picture_of(drawing.svg(""))
+    half = pixels.shape[1] // 2
+    known, unknown = pixels[:, :half], pixels[:, half:]
+    assert len(np.unique(known.reshape(-1, 4), axis=0)) == 1
+    assert 0.2 < float((unknown[..., 3] > 0).mean()) < 0.5  # a third is stripe
+
+
+def test_small_heat_maps_say_their_values_and_name_rows_and_columns() -> None:
+    """φ of −0.126 and 0.5 in three labels, one pair unknown: −13 and 50 twice each, no third."""
+    matrix = np.array([[1, -0.126, 0.5], [-0.126, 1, np.nan], [0.5, np.nan, 1]])
+    order = LabelOrder(np.arange(3))
+    text = correlation_map("x", off_diagonal(matrix), order, ["cat", "dog", "owl"], 0.5).svg
+    values = re.findall(r"<text x=[^>]*>([−\d]+)</text>", text)
+    assert sorted(values) == ["50", "50", "−13", "−13"]
+    assert text.count(">dog</text>") == 2
+    assert text.count("rotate(-90") == 3
+    many = correlation_map("x", np.zeros((21, 21)), LabelOrder(np.arange(21)), ["l"] * 21, 0.5).svg
+    assert not re.findall(r">[−\d]+</text>", many)
 
 
 def test_unknown_entries_and_the_diagonal_are_left_out() -> None:
     matrix = np.ones((3, 3))
-    by_label = plots.off_diagonal(matrix, np.array([1.0, 1.0, 0.0]))
+    by_label = off_diagonal(matrix, np.array([1.0, 1.0, 0.0]))
     assert np.isfinite(by_label).tolist() == [
         [False, True, False],
         [True, False, False],
         [False] * 3,
     ]
-    by_pair = plots.off_diagonal(matrix, np.array([[1, 0, 1], [0, 1, 1], [1, 1, 1]], dtype=float))
+    by_pair = off_diagonal(matrix, np.array([[1, 0, 1], [0, 1, 1], [1, 1, 1]], dtype=float))
     assert int(np.isfinite(by_pair).sum()) == 4
 
 
@@ -351,49 +466,70 @@ def test_effective_clients_and_references(tmp_path: Path) -> None:
     """Weights ½, ¼, ¼: 1 / (¼ + 1/16 + 1/16) = 8/3. Sizes 1, 1, 2: 16 / (1 + 1 + 4) = 8/3."""
     event = {"round": 0, "weights": {"0": 0.25, "1": 0.25, "2": 0.5}}
     run = RunView(tmp_path, rounds=(event,), matrices={"client_sizes": np.array([1.0, 1.0, 2.0])})
-    assert plots.effective_curve(run) == {1: pytest.approx(8 / 3)}
-    assert plots.reference_effective(run, by_size=True) == {1: pytest.approx(8 / 3)}
-    assert plots.reference_effective(run, by_size=False) == {1: pytest.approx(3.0)}
+    assert effective(run, aggregation._own) == {1: pytest.approx(8 / 3)}
+    assert effective(run, aggregation._sizes(run)) == {1: pytest.approx(8 / 3)}
+    assert effective(run, aggregation._equal) == {1: pytest.approx(3.0)}
 
 
-def test_methods_that_weight_alike_share_a_picture(tmp_path: Path) -> None:
+def test_methods_with_the_same_weights_share_a_picture(tmp_path: Path) -> None:
     def run(*weights: float) -> RunView:
         event = {"round": 0, "weights": {str(k): w for k, w in enumerate(weights)}}
         return RunView(tmp_path, rounds=(event,))
 
     runs = {"a": run(0.5, 0.5), "b": run(0.4, 0.6), "c": run(0.5, 0.5 + 1e-9)}
-    assert plots.same_weights(runs) == [["a", "c"], ["b"]]
+    assert same_weights(runs) == [["a", "c"], ["b"]]
 
 
-def test_figures_touch_no_global_state_and_are_deterministic() -> None:
-    before = dict(mpl.rcParams)
-    series = [plots.Series("a", 0, ({1: 0.1, 2: 0.2}, {1: 0.2, 2: 0.3}))]
-    drawn = [plots.curve("x", "mAP", series, rounds=2, percent=True).svg for _ in range(2)]
+def test_a_curve_by_hand() -> None:
+    """Seeds 10 % and 20 % in round 1, 30 % and 30 % in round 2: the line goes from 15 to 30 %.
+
+    The band is 15 ± 7.07 and 30 ± 0. Two rounds span 0.5 to 2.5 over the width from 40 to 340
+    (no last value is written beside two curves), so that they stand at 115 and 265.
+    """
+    two = Series("a", svg.style(0), ({1: 0.1, 2: 0.3}, {1: 0.2, 2: 0.3}))
+    flat = Series("b", svg.style(1), ({1: 0.2, 2: 0.2},))
+    text = curve("mAP", [two, flat], rounds=2, percent=True).svg
+    lines = [
+        [tuple(map(float, point.split())) for point in path.split("L")]
+        for path in re.findall(r'<path d="M([^"z]*)" fill="none" stroke="var\(--s1\)"', text)
+    ]
+    band = re.search(r'<path d="M([^"]*)z" fill="var\(--s1\)" fill-opacity', text)
+    assert band is not None
+    outline = [tuple(map(float, p.split())) for p in band[1].split("L")]
+    ((x1, y1), (x2, y2)) = lines[0]
+    assert (x1, x2) == (115, 265)
+    per_point = (y1 - y2) / 15
+    assert [y for _, y in outline] == pytest.approx(
+        [y1 - 7.07 * per_point, y2, y2, y1 + 7.07 * per_point], abs=0.1
+    )
+
+
+def test_a_run_of_one_round_has_one_tick() -> None:
+    text = curve("loss", [Series("a", svg.style(0), ({1: 0.5},))], rounds=1).svg
+    ticks = re.findall(r'text-anchor="middle">([^<]*)<', text)
+    assert ticks == ["1", "round"]
+
+
+def test_figures_are_deterministic_and_take_their_colours_from_the_page() -> None:
+    series = [Series("a", svg.style(0), ({1: 0.1, 2: 0.2}, {1: 0.2, 2: 0.3}))]
+    drawn = [curve("mAP", series, rounds=2, percent=True).svg for _ in range(2)]
     assert drawn[0] == drawn[1]
-    assert dict(mpl.rcParams) == before
-    assert not Gcf.figs
-    assert "var(--s1,#0067b1)" in drawn[0]
-    assert "#01" not in drawn[0].replace("#0102", "")  # every placeholder colour was replaced
-    assert not re.search("#0102[0-9a-f]{2}", drawn[0])
-
-
-def test_the_palette_of_the_figures_is_that_of_the_page() -> None:
-    template = (Path(page.__file__).parent / "page.html.j2").read_text(encoding="utf-8")
-    light = template[: template.index("prefers-color-scheme")]
-    for variable, colour in (
-        match.groups()
-        for text in plots._VARIABLES.values()
-        if (match := re.fullmatch(r"var\((--\w+),(#\w+)\)", text))
-    ):
-        assert f"{variable}: {colour};" in light
-    assert f"--positive: {', '.join(map(str, plots._POSITIVE))};" in light
-    assert f"--negative: {', '.join(map(str, plots._NEGATIVE))};" in light
+    assert not re.search("#[0-9a-f]{3}", drawn[0])
+    colours = (Path(svg.__file__).parent / "colours.css").read_text(encoding="utf-8")
+    used = set(
+        re.findall(r"var\((--[\w-]+)\)", drawn[0] + "".join(svg.style(i).colour for i in range(8)))
+    )
+    assert len(used) >= 10
+    for variable in used:
+        assert colours.count(f"{variable}: #") == 2  # by day and by night
+    assert f"--positive: {', '.join(map(str, svg.POSITIVE))};" in colours
+    assert f"--negative: {', '.join(map(str, svg.NEGATIVE))};" in colours
 
 
 def test_a_far_baseline_is_named_at_the_edge() -> None:
-    series = [plots.Series("a", 0, ({1: 0.60, 2: 0.64},))]
-    near = plots.curve("n", "mAP", series, rounds=2, percent=True, reference=("trivial", 0.58)).svg
-    far = plots.curve("f", "mAP", series, rounds=2, percent=True, reference=("trivial", 0.1)).svg
+    series = [Series("a", svg.style(0), ({1: 0.60, 2: 0.64},))]
+    near = curve("mAP", series, rounds=2, percent=True, reference=("trivial", 0.58)).svg
+    far = curve("mAP", series, rounds=2, percent=True, reference=("trivial", 0.1)).svg
     assert "trivial 58.0" in near
     assert "↓" not in near
     assert "↓ trivial 10.0" in far
@@ -401,11 +537,36 @@ def test_a_far_baseline_is_named_at_the_edge() -> None:
 
 def test_a_flat_curve_keeps_a_sensible_scale() -> None:
     """All zero: the axis starts at 0 and reaches the baseline, however far it is."""
-    series = [plots.Series("a", 0, ({1: 0.0, 2: 0.0},))]
-    svg = plots.curve("z", "CF1", series, rounds=2, percent=True, reference=("trivial", 0.2)).svg
-    assert "trivial 20.0" in svg
-    assert "↑" not in svg
-    assert "−" not in svg  # no negative per cent
+    series = [Series("a", svg.style(0), ({1: 0.0, 2: 0.0},))]
+    text = curve("CF1", series, rounds=2, percent=True, reference=("trivial", 0.2)).svg
+    assert "trivial 20.0" in text
+    assert "↑" not in text
+    assert "−" not in text  # no negative per cent
+
+
+def test_central_training_does_not_squeeze_the_methods() -> None:
+    """Methods at 30 to 35 %, central at 90 %: the axis ends near 35 and central is named there."""
+    series = [
+        Series("a", svg.style(0), ({1: 0.30, 2: 0.35},)),
+        Series("central", svg.CENTRAL, ({1: 0.8, 2: 0.9},)),
+    ]
+    text = curve("mAP", series, rounds=2, percent=True).svg
+    assert "↑ central 90.0" in text
+    assert ">40<" not in text
+
+
+def test_dots_far_from_the_others_are_clipped_and_named() -> None:
+    """70 to 73 and 20: quartiles 70 and 72, so the axis begins at 70 − 3 · 2 = 64."""
+    values = [70.0, 71.0, 72.0, 73.0, 20.0]
+    assert span(values, 1.0) == (64.0, 73.0)
+    text = dots("x", [Row(f"r{v}", ((svg.style(0), v),)) for v in values]).svg
+    assert "◂ 20" in text
+    assert text.count("<path") - text.count('fill="none"') == 4  # the other four have their marks
+
+
+def test_an_axis_of_dots_has_a_least_span() -> None:
+    """Two points of 0.5 apart on an axis of at least 10: five on either side of their middle."""
+    assert span([0.0, 0.5], 10.0) == (-4.75, 5.25)
 
 
 # ------------------------------------------------------------------------------------- page
@@ -556,9 +717,9 @@ def test_lost_clients_are_said_at_the_top_and_marked_in_tables(tmp_path: Path) -
     assert "fedavg, seed 0 lost 2 client replies for good" in words
     assert words.index("for good") < words.index("On the pooled test set")
     assert "fedavg †" in words
-    note = "† clients failed and were left out of rounds for good, so often: fedavg 4, fedharmony 4"
+    note = "† clients that failed and were left out of rounds: fedavg 4, fedharmony 4"
     assert note in words
-    table = table_of(load_comparison(lossy).groups)
+    table = table_of(load(lossy))
     assert f"{note}." in table.to_markdown()
     assert "fedharmony †" in table.to_markdown()
     words = _words(write_report(sound, tmp_path / "sound.html"))
@@ -597,7 +758,7 @@ def test_odd_names_are_shown_as_they_are(pages: Callable[[str], Path]) -> None:
 
 def test_the_comparison_page(cases: dict[str, Path], pages: Callable[[str], Path]) -> None:
     words = _words(pages("two"))
-    table = table_of(load_comparison(cases["two"]).groups)
+    table = table_of(load(cases["two"]))
     for line in table.lines:
         assert table.text(table.columns[0], line.cells[0]) in words
     assert "fedharmony has the highest mAP" in words
@@ -615,11 +776,11 @@ def test_the_comparison_page(cases: dict[str, Path], pages: Callable[[str], Path
 def test_the_difference_is_paired_by_seed() -> None:
     """Gaps 0.01, 0.02, 0.03 on seeds 0-2: 2.0 ± 1.0 points; seed 7 has no partner."""
     scores = {"a": {0: 0.71, 1: 0.62, 2: 0.83, 7: 0.1}, "b": {0: 0.70, 1: 0.60, 2: 0.80}}
-    text = page._difference_sentence("a", "b", scores)
+    text = words.difference_sentence("a", "b", scores)
     assert "the difference is 2.0 ± 1.0 points." in text
     scores = {"a": {0: 0.71, 1: 0.60}, "b": {0: 0.68, 1: 0.60}}
-    assert "no more than its own spread" in page._difference_sentence("a", "b", scores)
-    assert "on one seed" in page._difference_sentence("a", "b", {"a": {0: 0.7}, "b": {0: 0.6}})
+    assert "no more than its own spread" in words.difference_sentence("a", "b", scores)
+    assert "on one seed" in words.difference_sentence("a", "b", {"a": {0: 0.7}, "b": {0: 0.6}})
 
 
 def test_runs_made_apart_can_be_compared(tmp_path: Path) -> None:
@@ -634,6 +795,105 @@ def test_runs_on_different_data_are_flagged(tmp_path: Path) -> None:
     other = write_fake_run(tmp_path / "other", method="fedavg", classes=10, rounds=4)
     words = _words(write_report([one, other]))
     assert "The runs differ in their data settings" in words
+
+
+def test_runs_on_different_data_have_no_winner(tmp_path: Path) -> None:
+    one = write_fake_run(tmp_path / "one", classes=5, rounds=3)
+    other = write_fake_run(tmp_path / "other", method="fedavg", classes=10, rounds=4)
+    page = write_report([one, other])
+    words = _words(page)
+    assert "none is called the best" in words
+    assert "highest" not in words
+    assert "bold" not in words
+    assert "<b>" not in page.read_text(encoding="utf-8")
+
+
+def test_comparison_folders_are_merged(tmp_path: Path) -> None:
+    """Two comparisons share fedavg, which both have trained with seed 0: it is told apart."""
+    a = write_fake_comparison(tmp_path / "a", ("fedavg", "fedprox"), (0, 1), classes=5, rounds=2)
+    b = write_fake_comparison(tmp_path / "b", ("fedavg", "fedharmony"), (0,), classes=5, rounds=2)
+    run = write_fake_run(tmp_path / "c", method="fednova", classes=5, rounds=2)
+    runs = load([a, b, run])
+    assert {name: [r.seed for r in group] for name, group in runs.groups.items()} == {
+        "fedavg (a)": [0, 1],
+        "fedprox": [0, 1],
+        "fedavg (b)": [0],
+        "fedharmony": [0],
+        "fednova": [0],
+    }
+    assert runs.home == tmp_path.resolve()
+    assert "5 methods on digits" in _words(write_report(runs))
+    assert len(load([a, a]).runs) == 4  # naming a folder twice adds nothing
+
+
+def as_central(folder: Path) -> None:
+    config = (folder / "config.toml").read_text()
+    (folder / "config.toml").write_text(
+        config.replace("[federation]", "[federation]\ncentral = true")
+    )
+
+
+def test_central_training_stays_out_of_the_ranking(tmp_path: Path) -> None:
+    """Central is best by far: the next one is called best, bold and compared with."""
+    methods = ("fedavg", "fedprox", "central")
+    folder = write_fake_comparison(tmp_path, methods, (0, 1), classes=5, rounds=3)
+    for seed in (0, 1):
+        place = folder / "central" / f"seed-{seed}"
+        as_central(place)
+        results = json.loads((place / "results.json").read_text())
+        results["metrics"]["mAP"] = 0.99
+        (place / "results.json").write_text(json.dumps(results))
+    runs = load(folder)
+    assert runs.ranked == ("fedavg", "fedprox")
+    assert styles(runs)["central"] == svg.CENTRAL
+    assert svg.CENTRAL not in [svg.style(i) for i in range(20)]
+    best = {line.name: line.cells[0].best for line in table_of(runs).lines}
+    assert not best["central"]
+    assert sum(best.values()) == 1
+    words = _words(write_report(folder))
+    assert re.search("fed(avg|prox) has the highest mAP", words)
+    assert "Trained in one place (central), which is no federated method: 99.0" in words
+    assert "2 methods" in words
+    assert "99 ▸" in words  # the dots of the methods have the axis to themselves
+
+
+@pytest.mark.parametrize(
+    ("settings", "title"),
+    [
+        ('name = "table"\npath = "/data/my shapes"', "fedharmony on my shapes"),
+        ('name = "voc"\nyear = 2012', "fedharmony on voc 2012"),
+    ],
+)
+def test_the_title_says_which_data(tmp_path: Path, settings: str, title: str) -> None:
+    folder = write_fake_run(tmp_path, classes=5, rounds=1)
+    config = (folder / "config.toml").read_text()
+    (folder / "config.toml").write_text(config.replace('name = "digits"', settings))
+    assert title in _words(write_report(folder))
+
+
+def test_a_panel_is_one_class_and_appears_in_its_place(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    panels.names()  # those of the package first
+    monkeypatch.setattr(panels, "_items", dict(panels._items))
+
+    @panels.register("greeting")
+    class Greeting(Panel):
+        """Says hello between label correlation and clients."""
+
+        place = 25
+
+        def draw(self, runs: Runs) -> Section:
+            return Section("Greeting", f"Hello from {runs.first.label}.")
+
+    path = write_report(write_fake_run(tmp_path, classes=5, rounds=2))
+    assert "Hello from fedharmony." in _words(path)
+    found = re.findall('<section id="(.*)">', path.read_text(encoding="utf-8"))
+    assert found[found.index("greeting") - 1 : found.index("greeting") + 2] == [
+        "correlation",
+        "greeting",
+        "clients",
+    ]
 
 
 def test_a_page_that_cannot_be_written_is_refused_with_advice(tmp_path: Path) -> None:
@@ -704,8 +964,7 @@ def interrupted(show: Progress, events: list[dict[str, Any]]) -> None:
         for event in events:
             show(event)
         show({"event": "progress", "round": 20, "done": 40, "total": 100})
-        if show._live is not None:
-            show._live.refresh()
+        show._bars.refresh()
         raise KeyboardInterrupt
 
 
@@ -716,17 +975,16 @@ def test_quiet_prints_nothing(cases: dict[str, Path], terminal: None) -> None:
     assert output(target) == ""
 
 
-def test_the_live_display_shows_the_run_and_restores_the_terminal(
+def test_bars_show_the_run_and_the_terminal_is_restored(
     cases: dict[str, Path], terminal: None
 ) -> None:
     target = console(terminal=True)
     with pytest.raises(KeyboardInterrupt):
         interrupted(Progress(console=target), events_of(cases["fedharmony"])[:41])
     text = re.sub(r"\x1b\[[0-9;?]*[A-Za-z]", "", output(target))
-    assert "21/30" in text  # twenty rounds are done, the next one trains
-    assert "40 %" in text
-    assert "client 19 left out of update, round 8: loss is not finite" in text
-    assert "best (" in text
+    assert re.search(r"round +━+.*20/30 .* left", text)
+    assert "40/100" in text
+    assert "client 19 failed in update: loss is not finite" in text
     assert text.rstrip().endswith("stopped in round 21 of 30")
     assert output(target).rfind("\x1b[?25h") > output(target).rfind("\x1b[?25l")  # cursor is back
 
@@ -783,9 +1041,9 @@ def test_losses_of_another_kind_are_shown_relative(tmp_path: Path) -> None:
 
 def test_costs_in_the_table_are_means_over_rounds(tmp_path: Path) -> None:
     folder = write_fake_comparison(tmp_path, ("fedavg",), (0,), rounds=3)
-    view = load_comparison(folder)
+    view = load(folder)
     (run,) = view.groups["fedavg"]
-    (row,) = table_of(view.groups).runs
+    (row,) = table_of(view).runs
     for key in ("seconds", "bytes_up", "bytes_down"):
         rounds = [e[key] for e in events_of(run.folder) if e["event"] == "round"]
         assert len(rounds) == 3
@@ -794,11 +1052,11 @@ def test_costs_in_the_table_are_means_over_rounds(tmp_path: Path) -> None:
 
 def test_bars_are_as_high_as_the_clients_are_large() -> None:
     """Sizes 1, 4, 2, largest first: heights 4 : 2 : 1, each 0.78 of a column, on one ground."""
-    order = plots.LabelOrder(np.zeros(0, np.int64))
-    svg = plots.client_picture("bars", np.array([1.0, 4.0, 2.0]), None, order, []).svg
-    drawn = re.search(r'<path d="([^"]*)"[^>]*var\(--s1', svg)
+    order = LabelOrder(np.zeros(0, np.int64))
+    text = client_picture(np.array([1.0, 4.0, 2.0]), None, order, []).svg
+    drawn = re.search(r'<path d="([^"]*)"[^>]*var\(--s1', text)
     assert drawn is not None
-    numbers = np.array(re.findall(r"-?\d+(?:\.\d+)?", drawn[1]), np.float64)
+    numbers = np.array(re.findall(r"-?\d+(?:\.\d+)?", drawn[1]), np.float64)[2:]
     low, high = (f(numbers.reshape(3, -1, 2), axis=1) for f in (np.min, np.max))
     width, height = (high - low).T
     assert height / height[2] == pytest.approx([4, 2, 1], abs=0.01)
@@ -808,10 +1066,9 @@ def test_bars_are_as_high_as_the_clients_are_large() -> None:
 
 def test_names_stand_beside_their_rows() -> None:
     """In the order given, right-aligned at one place, at even distances."""
-    order = plots.LabelOrder(np.array([2, 0, 1]))
-    svg = plots.correlation_map("names", "", np.eye(3), order, ["ape", "bee", "cat"], 1.0).svg
-    text = r'<text[^>]*text-anchor: end[^>]*? x="([\d.]+)" y="([\d.]+)"[^>]*>(\w+)'
-    found = re.findall(text, svg)
+    order = LabelOrder(np.array([2, 0, 1]))
+    drawn = correlation_map("", np.eye(3), order, ["ape", "bee", "cat"], 1.0).svg
+    found = re.findall(r'<text x="([\d.]+)" y="([\d.]+)" font[^>]*end">(\w+)', drawn)
     assert [name for *_, name in found] == ["cat", "ape", "bee"]
     assert len({x for x, *_ in found}) == 1
     first, second, third = (float(y) for _, y, _ in found)

@@ -16,7 +16,7 @@ from hypothesis import strategies as st
 
 from fedharmony.config import build
 from fedharmony.data import datasets
-from fedharmony.data.annotations import Annotated, CheckLine
+from fedharmony.data.file_source import AnnotatedFiles, CheckLine
 from fedharmony.data.voc import (
     CLASSES,
     IMAGES,
@@ -52,7 +52,7 @@ def source(path: Path, year: str = "2007", **options: Any) -> Voc:
     return Voc(build(Voc.Config, values, "data"))
 
 
-def parts(path: Path, year: str = "2007", **options: Any) -> tuple[Annotated, Annotated]:
+def parts(path: Path, year: str = "2007", **options: Any) -> tuple[AnnotatedFiles, AnnotatedFiles]:
     classes, train, test = source(path, year, **options).annotations()
     assert classes == CLASSES
     return train, test
@@ -159,13 +159,6 @@ def test_labels_need_no_image(tmp_path: Path) -> None:
     shutil.rmtree(voc.folder / "JPEGImages")
     for old, new in zip(before, parts(tmp_path), strict=True):
         np.testing.assert_array_equal(old.labels, new.labels)
-
-
-def test_groups_cover_every_class_once() -> None:
-    groups = Voc().groups()
-    assert sorted(c for members in groups.values() for c in members) == list(range(20))
-    assert [len(members) for members in groups.values()] == [1, 6, 7, 6]
-    assert {CLASSES[c] for c in groups["indoor"]} >= {"sofa", "tvmonitor"}
 
 
 # --- Sets --------------------------------------------------------------------------------------

@@ -98,3 +98,12 @@ class ModelMean:
             fresh = {n: t for n, t in found.items() if t.is_floating_point() or n not in before}
             groups[group] = {**before, **fresh}
         return state.replace(groups)
+
+
+def effective_clients(weights: Tensor) -> float:
+    """How many equally weighted clients a weighting is worth: ``1 / Σ_k w_k²`` (for sum 1).
+
+    >>> effective_clients(torch.tensor([0.5, 0.5, 0.0]))
+    2.0
+    """
+    return 1 / float(weights.double().square().sum())

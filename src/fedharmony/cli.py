@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-# torch, scikit-learn and matplotlib take seconds to import. What needs them is imported by the
+# torch and scikit-learn take seconds to import. What needs them is imported by the
 # commands themselves, so that --help and mistyped commands answer at once.
 import atexit
 import errno
@@ -38,6 +38,7 @@ from fedharmony.terminal import PlainFormatter, console, replace_unknown, say
 if TYPE_CHECKING:
     from fedharmony.experiments.compare import Planned
     from fedharmony.experiments.settings import Settings
+    from fedharmony.report.load import Runs
 
 app = typer.Typer(
     name="fedharmony",
@@ -230,14 +231,18 @@ def _one_process(command: str) -> None:
 
 def _show(folder: Path, quiet: bool) -> None:
     """The table of a run or comparison on the terminal, and its report page."""
-    from fedharmony.report.load import gather, load_comparison
+    from fedharmony.report.load import load
+
+    _show_runs(load(folder), quiet)
+
+
+def _show_runs(runs: Runs, quiet: bool) -> None:
     from fedharmony.report.page import write_report
     from fedharmony.report.tables import table_of
 
-    report = write_report(folder)
-    view = load_comparison(folder) if (folder / "comparison.json").exists() else gather([folder])
+    report = write_report(runs)
     screen = console()
-    screen.print(table_of(view.groups).to_rich(screen.width))
+    screen.print(table_of(runs).to_rich(screen.width))
     if not quiet:
         screen.print(f"Report: {report}", soft_wrap=True)
 
@@ -413,7 +418,7 @@ def _compare(
     from fedharmony.engine.checkpoint import write_file
     from fedharmony.experiments import compare as comparison
     from fedharmony.experiments.folder import RunFolder
-    from fedharmony.report.load import load_comparison
+    from fedharmony.report.load import load
     from fedharmony.report.tables import table_of
 
     planned = comparison.plan(settings, labels, seeds, folder)
@@ -427,14 +432,15 @@ def _compare(
         with RunFolder(folder).writing():
             comparison.write_index(folder, name, planned)  # one under way can be reported
             comparison.execute(planned, observer, data)
-            table = table_of(load_comparison(folder).groups)
+            runs = load(folder)
+            table = table_of(runs)
             for suffix, text in (
                 ("md", table.to_markdown()),
                 ("csv", table.to_csv()),
                 ("tex", table.to_latex()),
             ):
                 write_file(folder / f"table.{suffix}", text.encode())
-    _show(folder, quiet)
+    _show_runs(runs, quiet)
 
 
 def _unused(folder: Path) -> Path:
@@ -470,14 +476,16 @@ def report(
         Path | None,
         typer.Option("--out", "-o", callback=usable, help="Where to write the page."),
     ] = None,
+    plugin: Plugins = None,
 ) -> None:
-    """Write the HTML report of a run, of a comparison, or of several runs side by side.
+    """Write the HTML report of a run, of a comparison, or of several of both side by side.
 
     Example: `fedharmony report runs/a runs/b --out both.html`
     """
     from fedharmony.report.page import write_report
 
-    say(write_report(folders if len(folders) > 1 else folders[0], out))
+    load_plugins(plugin or ())
+    say(write_report(folders, out))
 
 
 @app.command(name="list")

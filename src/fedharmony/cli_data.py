@@ -1,4 +1,4 @@
-"""Commands around data, splits and weights: look before you train."""
+"""The commands that look at data, splits and weights before training."""
 
 from __future__ import annotations
 
@@ -19,7 +19,7 @@ from fedharmony.registry import load_plugins
 from fedharmony.terminal import console, say
 
 if TYPE_CHECKING:
-    from fedharmony.data.annotations import FileSource
+    from fedharmony.data.file_source import FileSource
     from fedharmony.partition.base import Partition
     from fedharmony.partition.report import SplitReport
 
@@ -49,8 +49,8 @@ def usable(given: Any) -> Any:
 def source(name: str, path: Path, changes: Sequence[str] | None) -> FileSource:
     """The loader of a data set on disk, with its settings checked."""
     from fedharmony.config import build, parse_override
-    from fedharmony.data.annotations import FileSource
     from fedharmony.data.base import datasets
+    from fedharmony.data.file_source import FileSource
 
     cls = datasets[name]
     if not issubclass(cls, FileSource):
@@ -69,7 +69,7 @@ def source(name: str, path: Path, changes: Sequence[str] | None) -> FileSource:
 
 @contextmanager
 def decoding(quiet: bool) -> Iterator[Callable[[int, int], None]]:
-    """A progress bar on a terminal; nothing is drawn while nothing is decoded."""
+    """A progress bar on a terminal, visible only while images are decoded."""
     screen = console(stderr=True)
     columns = (TextColumn("decoding"), BarColumn(), MofNCompleteColumn(), TimeRemainingColumn())
     hidden = quiet or not screen.is_terminal
@@ -122,7 +122,7 @@ def prepare(
     A run does the same by itself when it finds no cache.
     """
     from fedharmony.data.cache import Resize
-    from fedharmony.data.files import in_bytes
+    from fedharmony.data.derived import in_bytes
 
     loader = source(name, path, changes)
     side = loader.config.image_size

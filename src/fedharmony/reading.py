@@ -72,6 +72,31 @@ def parse_json(text: str | bytes) -> Any:
         raise ValueError("brackets within brackets without end") from None
 
 
+def parse_events(log: bytes) -> tuple[list[dict[str, Any]], int]:
+    """The events in the lines of a log, and how many lines are none.
+
+    A last line that is not whole is what a killed run leaves behind: it is not counted.
+
+    >>> parse_events(b'{"event": "start"}\\nnonsense\\n{"event": "ro')
+    ([{'event': 'start'}], 1)
+    """
+    lines = log.split(b"\n")
+    events, damaged = [], 0
+    for position, line in enumerate(lines):
+        if not line.strip():
+            continue
+        try:
+            event = parse_json(line)
+        except ValueError:
+            damaged += position < len(lines) - 1
+            continue
+        if isinstance(event, dict) and "event" in event:
+            events.append(event)
+        else:
+            damaged += 1
+    return events, damaged
+
+
 # Unlike their namesakes of Path, these raise nothing: what cannot be a name, or lies where one may
 # not look, is not there.
 

@@ -37,7 +37,8 @@ from PIL import __version__ as pillow_version
 from torch import Tensor
 
 from fedharmony.data.base import Images, TensorImages, cache_folder
-from fedharmony.data.files import ImageFiles, building, in_bytes, new_file
+from fedharmony.data.derived import building, in_bytes, new_file
+from fedharmony.data.tree import ImageFiles
 from fedharmony.errors import ConfigError, DataError, nearest
 from fedharmony.types import Index
 
@@ -51,13 +52,13 @@ FORMAT = 1
 CHUNK = 16
 #: Bytes of pixels behind one checksum.
 PART = 1 << 24
-#: From so many bytes on, verifying them takes long enough to be announced.
+#: Verifying more bytes than this takes so long that it is announced.
 SAID_FROM = 4 << 30
 #: Images copied to a GPU at a time.
 SLAB = 1024
-#: With ``unreadable="error"``, so many unreadable images are collected before giving up.
+#: With ``unreadable="error"``, decoding stops after this many unreadable images.
 PATIENCE = 20
-#: How many of them a message names, and what it advises.
+#: How many unreadable images a message names, and what it advises.
 NAMED = 5
 ADVICE = 'Fetch or unpack the data again, or set unreadable = "skip" to leave such images out.'
 
@@ -246,7 +247,7 @@ class _Entry:
         self.pixels, self.sidecar = folder / f"{name}.u8", folder / f"{name}.json"
 
     def open(self) -> Decoded | None:
-        """What the entry holds; None when it is not there, is damaged, or can be bettered.
+        """What the entry holds; None when it is missing, damaged, or lacks readable images.
 
         Raises:
             DataError: Its settings are not the ones its name stands for.

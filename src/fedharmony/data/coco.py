@@ -28,9 +28,9 @@ from typing import Any, Literal, NamedTuple, TypeAlias, TypeVar, get_type_hints
 import numpy as np
 from pydantic import BeforeValidator
 
-from fedharmony.data.annotations import Annotated, FileSource
 from fedharmony.data.base import datasets
-from fedharmony.data.files import Tree
+from fedharmony.data.file_source import AnnotatedFiles, FileSource
+from fedharmony.data.tree import Tree
 from fedharmony.errors import DataError
 from fedharmony.types import Labels
 
@@ -66,7 +66,7 @@ class Coco(FileSource):
 
     config: Config
 
-    def annotations(self) -> tuple[tuple[str, ...], Annotated, Annotated]:
+    def annotations(self) -> tuple[tuple[str, ...], AnnotatedFiles, AnnotatedFiles]:
         """Class names by rank of id; training and validation part, images in order of id."""
         tree = self._tree()
         train, val = self._read(tree, "train"), self._read(tree, "val")
@@ -84,13 +84,6 @@ class Coco(FileSource):
             )
         classes = tuple(category.name for category in train.categories)
         return classes, self._annotated(tree, "train", train), self._annotated(tree, "val", val)
-
-    def groups(self) -> dict[str, tuple[int, ...]]:
-        """The label indices of every super-category, from the smaller annotation file."""
-        groups: dict[str, tuple[int, ...]] = {}
-        for c, category in enumerate(self._read(self._tree(), "val").categories):
-            groups[category.supercategory] = (*groups.get(category.supercategory, ()), c)
-        return groups
 
     def obtain(self) -> str:
         """Which archives to get, and where they go."""
@@ -112,11 +105,11 @@ class Coco(FileSource):
             counts[f"unlabelled {name}"] = unlabelled if keep else 0
         return counts
 
-    def _annotated(self, tree: Tree, part: Part, content: Instances) -> Annotated:
+    def _annotated(self, tree: Tree, part: Part, content: Instances) -> AnnotatedFiles:
         keep = self.config.unlabelled == "keep"
         rows = np.flatnonzero(keep | (content.labels.sum(1) > 0)).tolist()
         folder = f"{part}{self.config.year}"
-        return Annotated(
+        return AnnotatedFiles(
             files=tree.images([f"{folder}/{content.files[i]}" for i in rows]),
             labels=content.labels[rows],
             ids=tuple(str(content.ids[i]) for i in rows),
@@ -242,7 +235,7 @@ def parse_instances(text: str) -> Instances:
 
 def _sections(text: str) -> dict[str, Any]:
     try:
-        # Only outlines and boxes have fractions; not to convert them takes half the time.
+        # Only outlines and boxes hold fractions. They are left as text, which halves the time.
         content = json.loads(text, object_hook=_reduced, parse_float=str)
     except RecursionError as error:
         raise ValueError("it is damaged (brackets within brackets without end)") from error
@@ -255,7 +248,7 @@ def _sections(text: str) -> dict[str, Any]:
 
 
 def _reduced(fields: dict[str, Any]) -> object:
-    """What is needed of a JSON object; called as soon as one has been read, frees the rest."""
+    """Keep what is needed of a JSON object that has just been read, so that the rest is freed."""
     for kind in (Annotation, Image, Category):
         if kind._fields[-1] in fields:
             return kind._make(map(fields.get, kind._fields))

@@ -35,9 +35,9 @@ from typing import Any, BinaryIO, Literal, NamedTuple, Protocol
 import numpy as np
 from annotated_types import Ge, Gt, Lt
 
-from fedharmony.data.annotations import Annotated, FileSource
 from fedharmony.data.base import datasets
-from fedharmony.data.files import Tree, open_tree
+from fedharmony.data.file_source import AnnotatedFiles, FileSource
+from fedharmony.data.tree import Tree, open_tree
 from fedharmony.errors import ConfigError, DataError, nearest
 from fedharmony.rng import numpy_rng
 from fedharmony.types import Index, Labels
@@ -52,7 +52,7 @@ SPLIT_COLUMNS = ("split", "partition")
 #: training nor test images are left out.
 SPLITS = {"train": "train", "val": "val", "dev": "val", "test": "test"}
 
-#: Pairs of image and label that a table may have: so many bytes its label matrix takes.
+#: Pairs of image and label that a table may have; its label matrix takes a byte for each.
 MOST_CELLS = 2 << 30
 
 UNKNOWN = 2
@@ -126,7 +126,7 @@ class Table(FileSource):
         super().tree()  # refuses a path that is not there
         return open_tree(self.config.path, drop=())
 
-    def annotations(self) -> tuple[tuple[str, ...], Annotated, Annotated]:
+    def annotations(self) -> tuple[tuple[str, ...], AnnotatedFiles, AnnotatedFiles]:
         """The classes, and the rows of the table as training and test part."""
         tree, config = self.tree(), self.config
         labels: LabelCells = (
@@ -375,7 +375,7 @@ def held_out_users(users: Sequence[str], fraction: float, seed: int) -> tuple[In
 
 
 class RowError(ValueError):
-    """What is wrong with one row; whoever knows its place adds that."""
+    """A fault in one row; the caller adds where the row stands."""
 
 
 class Row(NamedTuple):
@@ -404,14 +404,14 @@ class Listing:
     splits: list[str] | None
     images: list[str] = field(default_factory=list)
 
-    def part(self, tree: Tree, rows: Index, values: Labels) -> Annotated:
+    def part(self, tree: Tree, rows: Index, values: Labels) -> AnnotatedFiles:
         """Some rows, whose labels and unknown labels are ``values``; these become the labels."""
         images = [self.images[i] for i in rows]
         known = None
         if values.max() == UNKNOWN:
             known = values != UNKNOWN
             values *= known  # in place: the matrix may be large
-        return Annotated(
+        return AnnotatedFiles(
             files=tree.images(images),
             labels=values,
             ids=tuple(images),

@@ -2,7 +2,7 @@
 
 ::
 
-    VOCdevkit/VOC2007/                                   (VOC2012 alike)
+    VOCdevkit/VOC2007/                                   (VOC2012: the same)
       JPEGImages/000005.jpg
       Annotations/000005.xml                             objects: name, difficult
       ImageSets/Main/{train,val,trainval,test}.txt       one image name per line
@@ -20,16 +20,15 @@ import xml.etree.ElementTree as ET
 from collections import Counter
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
-from itertools import chain
 from typing import Literal, TypeAlias
 
 import numpy as np
 import numpy.typing as npt
 from pydantic import BeforeValidator
 
-from fedharmony.data.annotations import Annotated, FileSource
 from fedharmony.data.base import datasets
-from fedharmony.data.files import Tree
+from fedharmony.data.file_source import AnnotatedFiles, FileSource
+from fedharmony.data.tree import Tree
 from fedharmony.errors import ConfigError, DataError, nearest
 
 #: A name, not a number; `year=2012` on a command line is understood all the same.
@@ -38,18 +37,32 @@ ImageSet: TypeAlias = Literal["train", "val", "trainval", "test"]
 Difficult: TypeAlias = Literal["drop", "keep", "ignore"]
 Bools: TypeAlias = npt.NDArray[np.bool_]
 
-#: The publisher's four groups of classes.
-GROUPS = {
-    "person": ("person",),
-    "animals": ("bird", "cat", "cow", "dog", "horse", "sheep"),
-    "vehicles": ("aeroplane", "bicycle", "boat", "bus", "car", "motorbike", "train"),
-    "indoor": ("bottle", "chair", "diningtable", "pottedplant", "sofa", "tvmonitor"),
-}
 #: The 20 classes in label order, which is alphabetical.
-CLASSES = tuple(sorted(chain.from_iterable(GROUPS.values())))
+CLASSES = (
+    "aeroplane",
+    "bicycle",
+    "bird",
+    "boat",
+    "bottle",
+    "bus",
+    "car",
+    "cat",
+    "chair",
+    "cow",
+    "diningtable",
+    "dog",
+    "horse",
+    "motorbike",
+    "person",
+    "pottedplant",
+    "sheep",
+    "sofa",
+    "train",
+    "tvmonitor",
+)
 INDEX = {name: c for c, name in enumerate(CLASSES)}
 
-#: Which sets the training pool and the test set are unless told.
+#: The sets that are training pool and test set by default.
 DEFAULT_SETS: Mapping[Year, tuple[ImageSet, ImageSet]] = {
     "2007": ("trainval", "test"),
     "2012": ("train", "val"),
@@ -137,7 +150,7 @@ class Voc(FileSource):
 
     config: Config
 
-    def annotations(self) -> tuple[tuple[str, ...], Annotated, Annotated]:
+    def annotations(self) -> tuple[tuple[str, ...], AnnotatedFiles, AnnotatedFiles]:
         """Class names, training pool and test set, from the lists and XML files alone."""
         tree = self.tree()
         self._require_year(tree)
@@ -154,14 +167,6 @@ class Voc(FileSource):
             self._annotated(tree, train_set, train, test=False),
             self._annotated(tree, test_set, test, test=True),
         )
-
-    def groups(self) -> dict[str, tuple[int, ...]]:
-        """The publisher's groups of classes, as label indices.
-
-        >>> Voc().groups()["animals"]
-        (2, 7, 9, 11, 12, 16)
-        """
-        return {group: tuple(INDEX[c] for c in members) for group, members in GROUPS.items()}
 
     def obtain(self) -> str:
         """Which archives to get, and where they go."""
@@ -184,7 +189,7 @@ class Voc(FileSource):
 
     def _annotated(
         self, tree: Tree, which: ImageSet, names: Sequence[str], *, test: bool
-    ) -> Annotated:
+    ) -> AnnotatedFiles:
         easy, present = self._objects(tree, which, names)
         labels, known = present, None
         if self.config.difficult == "drop":
@@ -192,7 +197,7 @@ class Voc(FileSource):
         elif self.config.difficult == "ignore" and test:
             labels, known = easy, easy | ~present
         files = tree.images([f"{self._top}/JPEGImages/{name}.jpg" for name in names])
-        return Annotated(files, labels.astype(np.uint8), tuple(names), known=known)
+        return AnnotatedFiles(files, labels.astype(np.uint8), tuple(names), known=known)
 
     def _objects(self, tree: Tree, which: ImageSet, names: Sequence[str]) -> tuple[Bools, Bools]:
         """``(N, 20)`` twice: classes with an object that is not difficult; classes with any."""

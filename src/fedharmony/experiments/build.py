@@ -11,9 +11,9 @@ import numpy as np
 import numpy.typing as npt
 import torch
 
-from fedharmony.data.annotations import FileSource
 from fedharmony.data.base import DataSet, LabelledImages, TensorImages, datasets
 from fedharmony.data.cache import MappedImages
+from fedharmony.data.file_source import FileSource
 from fedharmony.engine.cohort import Cohort
 from fedharmony.engine.federation import Event, Federation
 from fedharmony.engine.means import Means

@@ -16,7 +16,7 @@ import platform
 import shlex
 import sys
 from collections.abc import Iterator, Mapping
-from contextlib import contextmanager, suppress
+from contextlib import contextmanager
 from dataclasses import dataclass
 from datetime import UTC, datetime
 from pathlib import Path
@@ -34,6 +34,7 @@ from fedharmony.errors import CheckpointError, ConfigError
 from fedharmony.experiments.binding import Binding, changed
 from fedharmony.experiments.settings import Settings, compose
 from fedharmony.files import is_ours, refuse_if_held, sole_writer
+from fedharmony.reading import parse_events
 from fedharmony.types import Record, Scalar, Tensors
 
 
@@ -199,7 +200,7 @@ class RunFolder:
 
     def read_events(self) -> list[Event]:
         """All whole events; a line cut short by a crash is left out."""
-        return _parsed(self.events.read_bytes()) if self.events.exists() else []
+        return parse_events(self.events.read_bytes())[0] if self.events.exists() else []
 
     def refuse_other_material(self, before: Mapping[str, Any], found: Binding) -> None:
         """Refuse to go on with, or to reuse, what was made of other data.
@@ -271,7 +272,7 @@ class RunFolder:
                 "was changed, cut short or replaced. Restore it from a backup, or start a new run "
                 "in another folder."
             )
-        logged = [e.get("round") for e in _parsed(events) if e["event"] == "round"]
+        logged = [e.get("round") for e in parse_events(events)[0] if e["event"] == "round"]
         if logged != list(range(rounds_done)) or rounds_done > settings.run.rounds:
             raise CheckpointError(
                 f"{self.checkpoint} claims {rounds_done} of {settings.run.rounds} rounds, its "
@@ -285,17 +286,6 @@ class RunFolder:
         """Write named tensors beside the results."""
         content = {key: t.detach().cpu().contiguous() for key, t in tensors.items()}
         write_file(self[name], safetensors.torch.save(content))
-
-
-def _parsed(log: bytes) -> list[Event]:
-    """The events in the lines of a log; what is no event is left out."""
-    events = []
-    for line in log.splitlines():
-        with suppress(ValueError):
-            event = json.loads(line)
-            if isinstance(event, dict) and "event" in event:
-                events.append(event)
-    return events
 
 
 def folder_name(label: str) -> str:

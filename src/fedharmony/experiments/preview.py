@@ -4,8 +4,8 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 
-from fedharmony.data.annotations import FileSource
 from fedharmony.data.base import datasets
+from fedharmony.data.file_source import FileSource
 from fedharmony.experiments.build import draw_partition
 from fedharmony.experiments.settings import Settings
 from fedharmony.partition.base import Partition

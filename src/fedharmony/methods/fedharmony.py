@@ -40,7 +40,7 @@ import torch
 from annotated_types import Ge, Gt, Le, Lt
 from torch import Tensor
 
-from fedharmony.aggregate import ModelMean
+from fedharmony.aggregate import ModelMean, effective_clients
 from fedharmony.alignment import Alignment, neutral
 from fedharmony.clusters import cluster_agreement, default_groups, spectral_clusters
 from fedharmony.config import machine_memory
@@ -596,12 +596,3 @@ class FedHarmony(Method):
         ids = state.get(CLUSTERS).get("ids")
         ids = self.clusters(matrix, self.task.rounds) if ids is None else ids
         return {"consensus": matrix.float(), "consensus_known": known, "clusters": ids}
-
-
-def effective_clients(weights: Tensor) -> float:
-    """``1/Σω²``: how many clients with equal weights would average as strongly.
-
-    >>> effective_clients(torch.tensor([0.5, 0.5, 0.0]))
-    2.0
-    """
-    return 1 / float(weights.square().sum())

@@ -115,7 +115,7 @@ class ClasswiseDirichlet(Splitter):
         bound: float,
         rng: np.random.Generator,
     ) -> Index | None:
-        """One draw of all classes; None once it is certain to miss ``bound`` images or more."""
+        """Draw all classes once; None as soon as it is sure to lack ``bound`` images or more."""
         counts = np.zeros((len(class_sizes), clients), np.int64)
         held = np.zeros(clients, np.int64)
         left = sum(class_sizes)
@@ -163,7 +163,7 @@ class PivotDirichlet(ClasswiseDirichlet):
 
 
 def smallest_client(images: int, clients: int, min_size: int | None) -> int:
-    """The smallest size allowed, or a :class:`PartitionError` when it cannot be had.
+    """The smallest size allowed; :class:`PartitionError` where there are too few images for it.
 
     >>> [smallest_client(5011, clients, None) for clients in (50, 1000, 2500)]
     [10, 2, 1]
@@ -250,7 +250,7 @@ def repaired(parts: list[Index], min_size: int, rng: np.random.Generator) -> lis
     heapq.heapify(largest)
     for receiver in [client for client, images in enumerate(lists) if len(images) < min_size]:
         while len(lists[receiver]) < min_size:
-            # Receivers never come up here: whoever is largest has more than min_size.
+            # A client that receives images gives none: the largest has more than min_size.
             _, donor = largest[0]
             images = lists[donor]
             at = rng.integers(len(images))

@@ -1,4 +1,4 @@
-"""Unequal amounts of the same: IID content, sizes in Dirichlet proportions.
+"""Quantity skew: clients hold IID images, in amounts of Dirichlet proportions.
 
 The split "iid-diff-quantity" of NIID-Bench (Li et al., ICDE 2022): q ~ Dir(γ·1_K), and a random
 permutation of the images is cut at ⌊N · cumsum(q)⌋. A draw with a client below ``min_size`` is

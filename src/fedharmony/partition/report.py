@@ -28,9 +28,9 @@ Float64: TypeAlias = npt.NDArray[np.float64]
 
 #: Clients with fewer images are left out of the correlation drift.
 MIN_IMAGES = 20
-#: Labels of which all pairs are looked at.
+#: Correlations are computed between this many labels at most, the most frequent ones.
 MOST_PAIRED = 2000
-# Labels looked at, at a time, when clients are counted.
+# Entries of the label matrix counted at a time.
 _AT_ONCE = 2**19
 
 

@@ -62,8 +62,8 @@ class Shards(Splitter):
         owner = np.empty(len(labels), np.int64)
         load = np.zeros(clients, np.int64)
         for label in rng.permutation(len(members)):
-            # Whoever owns the fewest labels so far comes first, equals in random order: nobody owns
-            # a label twice, and numbers of labels differ by one at most.
+            # The client with the fewest labels comes first, ties in random order. So no client owns
+            # a label twice, and clients differ by one label at most.
             tie = rng.random(clients)
             chosen = np.lexsort((tie, load))[: shards[label]]
             load[chosen] += 1

@@ -7,9 +7,10 @@ and the last line of the event log may be missing. What cannot be a run at all, 
 
 from __future__ import annotations
 
+import json
 import math
 import os
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from functools import cached_property
 from pathlib import Path
@@ -23,7 +24,14 @@ from safetensors.numpy import load_file
 
 from fedharmony.config import read_toml
 from fedharmony.errors import CheckpointError, ConfigError
-from fedharmony.reading import is_file, is_folder, is_there, parse_json, read_regular
+from fedharmony.reading import (
+    is_file,
+    is_folder,
+    is_there,
+    parse_events,
+    parse_json,
+    read_regular,
+)
 from fedharmony.report.shapes import (
     COMPARISON,
     RESULTS,
@@ -115,6 +123,20 @@ class RunView:
             if isinstance(value, int):
                 return value
         return 0
+
+    @property
+    def central(self) -> bool:
+        """Whether one party trained on all images: no method of the comparison."""
+        return self.setting("federation", "central") is True
+
+    @property
+    def data(self) -> str:
+        """What the data are called: their name with a year, or the folder of the user's own."""
+        name, place = str(self.setting("data", "name") or ""), self.setting("data", "path")
+        if name in ("table", "features") and place:
+            return Path(str(place)).resolve().name or name
+        year = self.setting("data", "year")
+        return f"{name} {year}" if year else name
 
     @property
     def clients_lost(self) -> int:
@@ -234,13 +256,19 @@ class RunView:
                 round events themselves.
             key: Name within the group.
         """
-        if group in ("metrics", "structure"):
-            pairs = [(e["round"], (e.get(group) or {}).get(key)) for e in self.evaluations]
-        elif group == "log":
-            pairs = [(e["round"], (e.get("log") or {}).get(key)) for e in self.rounds]
-        else:
-            pairs = [(e["round"], e.get(key)) for e in self.rounds]
-        return {int(r) + 1: number(v) for r, v in pairs if math.isfinite(number(v))}
+        events = self.evaluations if group in ("metrics", "structure") else self.rounds
+        places = [(e["round"], e if group == "round" else e.get(group) or {}) for e in events]
+        values = {int(round) + 1: number(place.get(key)) for round, place in places}
+        return {round: value for round, value in values.items() if math.isfinite(value)}
+
+    @cached_property
+    def weights(self) -> dict[int, dict[int, float]]:
+        """Aggregation weights by round (1-based) and client, of rounds that tell them."""
+        return {
+            int(e["round"]) + 1: {int(k): number(w) for k, w in e["weights"].items()}
+            for e in self.rounds
+            if e.get("weights")
+        }
 
     @property
     def log_keys(self) -> tuple[str, ...]:
@@ -249,23 +277,77 @@ class RunView:
 
 
 @dataclass(frozen=True, eq=False)
-class ComparisonView:
-    """Several runs, grouped by display name.
+class Runs:
+    """Runs that stand on one page, grouped by display name.
 
     Attributes:
-        name: What was compared (name of the config, or of the folder).
+        name: What was compared (name of the config, or of the folder); empty if nobody says.
+        home: The folder that holds them all.
         groups: Runs of each display name, in table order, sorted by seed.
         missing: ``(label, seed)`` of runs that were planned but are not there yet.
+        alone: Whether the page is about a single run, not about a comparison.
     """
 
     name: str
+    home: Path
     groups: Mapping[str, tuple[RunView, ...]]
     missing: tuple[tuple[str, int], ...] = ()
+    alone: bool = False
 
-    @property
+    @cached_property
     def runs(self) -> tuple[RunView, ...]:
         """All runs in table order."""
         return tuple(run for runs in self.groups.values() for run in runs)
+
+    @property
+    def first(self) -> RunView:
+        """The run that speaks for all where they agree."""
+        return self.runs[0]
+
+    @property
+    def rounds(self) -> int:
+        """Rounds the longest run was to have."""
+        return max(run.rounds_total for run in self.runs)
+
+    @property
+    def seeds(self) -> int:
+        """Seeds of the method that has most."""
+        return max(len(runs) for runs in self.groups.values())
+
+    @property
+    def ranked(self) -> tuple[str, ...]:
+        """The groups that compete: none of them trained in one place."""
+        return tuple(name for name, runs in self.groups.items() if not runs[0].central)
+
+    @cached_property
+    def differing(self) -> tuple[str, ...]:
+        """Sections of the settings (``data``, ``metrics``) that make numbers incomparable."""
+        found = [s for s in ("data", "metrics") if len({_text(r, s) for r in self.runs}) > 1]
+        if all(run.bound for run in self.runs) and "data" in found:
+            same = not any(_mixture(self.runs, TRAINED_ON))  # the same data at another path
+            found = [s for s in found if s != "data" or not same]
+        return tuple(found)
+
+    @property
+    def baselines(self) -> dict[str, dict[str, float]]:
+        """Metrics of the trivial predictors, from the first run that has them."""
+        return next((run.baselines for run in self.runs if run.baselines), {})
+
+    def with_matrix(self, name: str, like: RunView | None = None) -> RunView | None:
+        """The first run that has the matrix, and the same labels as ``like`` if given."""
+        runs = (run for run in self.runs if like is None or run.paired == like.paired)
+        return next((run for run in runs if name in run.matrices), None)
+
+
+def _text(run: RunView, section: str) -> str:
+    return json.dumps(run.config.get(section), sort_keys=True)
+
+
+def _damaged(path: Path, error: Exception, otherwise: str) -> CheckpointError:
+    return CheckpointError(
+        f"{path} cannot be read: {error}. The file is damaged or still being written; try again, "
+        f"or delete it to report on the run without its {otherwise}."
+    )
 
 
 def _read_json(path: Path, shape: TypeAdapter[Any] | None = None) -> dict[str, Any]:
@@ -275,10 +357,7 @@ def _read_json(path: Path, shape: TypeAdapter[Any] | None = None) -> dict[str, A
     try:
         value = parse_json(read_regular(path))
     except (OSError, ValueError) as error:
-        raise CheckpointError(
-            f"{path} cannot be read: {error}. The file is damaged or still being written; try "
-            "again, or delete it if the run is over (the report then uses the event log alone)."
-        ) from error
+        raise _damaged(path, error, "content") from error
     if not isinstance(value, dict):
         raise CheckpointError(
             f"{path} should hold one JSON object, but holds a {type(value).__name__}. It was not "
@@ -306,86 +385,38 @@ def _read_matrices(path: Path, classes: int) -> dict[str, Array]:
     try:
         tensors = load_file(path)
     except (OSError, SafetensorError, ValueError, KeyError) as error:
-        raise CheckpointError(
-            f"{path} cannot be read: {error}. Delete it to report on the run without its "
-            "correlation matrices."
-        ) from error
+        raise _damaged(path, error, "correlation matrices") from error
     refuse_odd_matrices(path, tensors, classes)
     return {name: np.asarray(tensor, dtype=np.float64) for name, tensor in tensors.items()}
 
 
-def _read_events(path: Path) -> tuple[list[dict[str, Any]], int]:
-    """The events of a log, and how many lines were damaged.
-
-    A last line that is not whole is what a killed run leaves behind: it is ignored.
-    """
-    if not is_file(path):
-        return [], 0
-    lines = read_regular(path).split(b"\n")
-    events, damaged = [], 0
-    for position, line in enumerate(lines):
-        if not line.strip():
-            continue
-        try:
-            event = parse_json(line)
-        except ValueError:
-            damaged += position < len(lines) - 1
-            continue
-        if isinstance(event, dict) and "event" in event and well_shaped(event):
-            events.append(event)
-        else:
-            damaged += 1
-    return events, damaged
-
-
-@dataclass
-class _Replay:
-    """The state of a run while its events are read in order."""
-
-    start: Event = field(default_factory=dict)
-    rounds: dict[int, Event] = field(default_factory=dict)
-    evaluations: dict[int, Event] = field(default_factory=dict)
-    finish: Event | None = None
-
-    def take(self, event: Event) -> None:
-        kind, index = event["event"], event.get("round")
-        if kind == "start":
-            self._restart(event)
-        elif kind == "finish":
-            self.finish = event
-        elif kind == "round" and isinstance(index, int):
-            self.rounds[index] = event
-        elif kind == "evaluate" and isinstance(index, int):
-            self.evaluations[index] = event
-
-    def _restart(self, event: Event) -> None:
-        """A resumed run repeats the rounds from ``resumed_at`` on; a fresh one repeats them all."""
-        begin = event.get("resumed_at") or 0
-        self.rounds = {i: e for i, e in self.rounds.items() if i < begin}
-        self.evaluations = {i: e for i, e in self.evaluations.items() if i < begin}
-        self.start, self.finish = event, None
-
-
 def load_run(folder: str | Path) -> RunView:
-    """Read a run folder.
-
-    Args:
-        folder: A folder written by ``fedharmony run``, finished or not.
-
-    Returns:
-        What the folder says, as far as the run got.
+    """Read a folder written by ``fedharmony run``, finished or not.
 
     Raises:
-        CheckpointError: The folder is not a run folder, or one of its files is damaged.
+        CheckpointError: The folder is not a run folder, or a file in it is damaged.
     """
     folder = Path(folder)
-    if not is_file(folder / "events.jsonl") and not is_file(folder / "config.toml"):
+    log = folder / "events.jsonl"
+    if not is_file(log) and not is_file(folder / "config.toml"):
         raise CheckpointError(_not_a_run(folder))
-    events, damaged = _read_events(folder / "events.jsonl")
-    replay = _Replay()
+    found, damaged = parse_events(read_regular(log)) if is_file(log) else ([], 0)
+    events = [event for event in found if well_shaped(event)]
+    start: Event = {}
+    finish: Event | None = None
+    rounds: dict[int, Event] = {}
+    evaluations: dict[int, Event] = {}
     for event in events:
-        replay.take(event)
-    classes = len(replay.start.get("classes") or ())
+        kind, index = event["event"], event.get("round")
+        if kind == "start":  # a resumed run repeats the rounds from ``resumed_at`` on
+            begin = event.get("resumed_at") or 0
+            rounds = {i: e for i, e in rounds.items() if i < begin}
+            evaluations = {i: e for i, e in evaluations.items() if i < begin}
+            start, finish = event, None
+        elif kind == "finish":
+            finish = event
+        elif isinstance(index, int) and kind in ("round", "evaluate"):
+            (rounds if kind == "round" else evaluations)[index] = event
     results = _read_json(folder / "results.json", RESULTS)
     bound = _read_json(folder / "binding.json")
     claimed = results.get("bound")
@@ -394,19 +425,20 @@ def load_run(folder: str | Path) -> RunView:
             f"{folder / 'results.json'} is not of this run: binding.json says that the run was "
             f"made of other data ({', '.join(parts)}). Put the run's own results back."
         )
+    classes = len(start.get("classes") or ())
     return RunView(
         folder=folder,
         config=_read_config(folder / "config.toml"),
         environment=_read_json(folder / "environment.json"),
         split=_read_json(folder / "split_report.json"),
-        start=replay.start,
-        rounds=tuple(replay.rounds[i] for i in sorted(replay.rounds)),
-        evaluations=tuple(replay.evaluations[i] for i in sorted(replay.evaluations)),
-        finish=replay.finish,
+        start=start,
+        rounds=tuple(rounds[i] for i in sorted(rounds)),
+        evaluations=tuple(evaluations[i] for i in sorted(evaluations)),
+        finish=finish,
         results=results,
         matrices=_read_matrices(folder / "matrices.safetensors", classes),
         bound=bound,
-        damaged_lines=damaged,
+        damaged_lines=damaged + len(found) - len(events),
     )
 
 
@@ -414,16 +446,25 @@ def _differing(one: Mapping[str, Any], other: Mapping[str, Any]) -> list[str]:
     return [name for name in {**one, **other} if one.get(name) != other.get(name)]
 
 
-def _refuse_mixture(runs: Sequence[RunView], parts: tuple[str, ...]) -> None:
-    """Refuse runs whose numbers do not belong into one table; those that do not say are let in."""
+def _mixture(
+    runs: Sequence[RunView], parts: tuple[str, ...]
+) -> Iterator[tuple[RunView, list[str]]]:
+    """Runs made of something else than the first, and what; those that do not say are let in."""
     known = [run for run in runs if run.bound]
     for run in known[1:]:
         differing = _differing(known[0].bound, run.bound)
         if found := [name for name in differing if name.startswith(parts)]:
-            raise CheckpointError(
-                f"{known[0].folder} and {run.folder} cannot stand in one table: they differ in "
-                f"{', '.join(found)}. Report on them one at a time."
-            )
+            yield run, found
+
+
+def _refuse_mixture(runs: Sequence[RunView], parts: tuple[str, ...]) -> None:
+    """Refuse runs whose numbers do not belong into one table."""
+    for run, found in _mixture(runs, parts):
+        first = next(run for run in runs if run.bound)
+        raise CheckpointError(
+            f"{first.folder} and {run.folder} cannot stand in one table: they differ in "
+            f"{', '.join(found)}. Report on them one at a time."
+        )
 
 
 def _not_a_run(folder: Path) -> str:
@@ -440,67 +481,69 @@ def _not_a_run(folder: Path) -> str:
     return f"{text} Name a folder that `fedharmony run` or `fedharmony compare` has written."
 
 
-def load_comparison(folder: str | Path) -> ComparisonView:
-    """Read a comparison folder, as far as its runs are there.
+@dataclass
+class _Found:
+    """The runs of a folder that was named: itself, or those of a comparison."""
 
-    Raises:
-        CheckpointError: The folder is not a comparison folder, none of its runs is there yet, or
-            a file is damaged.
-    """
-    folder = Path(folder)
+    folder: Path
+    runs: list[tuple[str, RunView]]
+    missing: list[tuple[str, int]] = field(default_factory=list)
+    name: str = ""
+
+
+def _read_folder(folder: Path) -> _Found:
     plan = _read_json(folder / COMPARISON_FILE, COMPARISON)
     if not plan:
-        raise CheckpointError(
-            f"{folder} is not a comparison folder: it holds no {COMPARISON_FILE}. Name a folder "
-            "that `fedharmony compare` has written, or pass several run folders instead."
-        )
-    methods = [str(m) for m in plan.get("methods") or ()]
-    groups: dict[str, list[RunView]] = {m: [] for m in methods}
-    missing = []
+        run = load_run(folder)
+        return _Found(folder, [(run.label, run)])
+    found = _Found(folder, [], name=str(plan.get("config") or folder.name))
     for entry in plan.get("runs") or ():
-        label, seed = str(entry.get("label")), int(entry.get("seed") or 0)
+        label, place = str(entry.get("label")), folder / str(entry.get("folder"))
         try:
-            groups.setdefault(label, []).append(load_run(folder / str(entry.get("folder"))))
+            found.runs.append((label, load_run(place)))
         except CheckpointError:
-            if is_there(folder / str(entry.get("folder")) / "events.jsonl"):
+            if is_there(place / "events.jsonl"):
                 raise
-            missing.append((label, seed))
-    present = {m: tuple(sorted(runs, key=lambda r: r.seed)) for m, runs in groups.items() if runs}
-    if not present:
+            found.missing.append((label, int(entry.get("seed") or 0)))
+    if not found.runs:
         raise CheckpointError(
             f"No run of the comparison {folder} has started yet. Start or resume the comparison, "
             "then report on it."
         )
-    _refuse_mixture([run for runs in present.values() for run in runs], TRAINED_ON)
-    for runs in present.values():
-        _refuse_mixture(runs, (*TRAINED_ON, "partition"))
-    return ComparisonView(str(plan.get("config") or folder.name), present, tuple(missing))
+    order = [str(method) for method in plan.get("methods") or ()]
+    found.runs.sort(key=lambda pair: order.index(pair[0]) if pair[0] in order else len(order))
+    return found
 
 
-def gather(folders: Sequence[str | Path]) -> ComparisonView:
-    """Compare run folders that were not made together.
+def load(source: str | Path | Sequence[str | Path]) -> Runs:
+    """Read run folders and comparison folders that shall stand on one page.
 
     Runs of the same display name count as seeds of one method. Where two of them have the same
-    seed they cannot be that, so the folder's name is added to tell them apart.
+    seed they cannot be that, so the name of the folder that was given is added to tell them apart.
 
     Raises:
-        CheckpointError: As :func:`load_run`; or the runs were not measured on the same test set, or
-            those that count as seeds of one method were not trained on the same data.
+        CheckpointError: A folder is neither, none of its runs is there yet, or a file is damaged;
+            or the runs were not measured on the same test set, or those that count as seeds of one
+            method were not trained on the same data.
     """
-    runs = [load_run(folder) for folder in folders]
-    if not runs:
+    named = [source] if isinstance(source, str | Path) else source
+    folders = list(dict.fromkeys(Path(folder) for folder in named))
+    if not folders:
         raise CheckpointError("There is nothing to compare: name at least one run folder.")
-    keys = [(run.label, run.seed) for run in runs]
-    clashing = {label for label, seed in keys if keys.count((label, seed)) > 1}
-    root = Path(os.path.commonpath([run.folder.resolve().parent for run in runs]))
+    parts = [_read_folder(folder) for folder in folders]
+    pairs = [(part.folder.resolve(), label, run) for part in parts for label, run in part.runs]
+    taken = [(label, run.seed) for _, label, run in pairs]
+    clashing = {label for label, seed in taken if taken.count((label, seed)) > 1}
+    root = Path(os.path.commonpath([folder.resolve().parent for folder in folders]))
     groups: dict[str, list[RunView]] = {}
-    for run in runs:
-        name = run.label
-        if name in clashing:
-            name += f" ({run.folder.resolve().relative_to(root).as_posix()})"
-        groups.setdefault(name, []).append(run)
+    for folder, label, run in pairs:
+        origin = f" ({folder.relative_to(root).as_posix()})" if label in clashing else ""
+        groups.setdefault(label + origin, []).append(run)
     ordered = {name: tuple(sorted(g, key=lambda r: r.seed)) for name, g in groups.items()}
-    _refuse_mixture(runs, TESTED_ON)
+    together = len(parts) == 1  # made by one command: then even the training data are the same
+    _refuse_mixture([run for *_, run in pairs], TRAINED_ON if together else TESTED_ON)
     for group in ordered.values():
-        _refuse_mixture(group, TRAINED_ON)
-    return ComparisonView("", ordered)
+        _refuse_mixture(group, (*TRAINED_ON, "partition") if together else TRAINED_ON)
+    home = folders[0] if together else Path(os.path.commonpath([f.resolve() for f in folders]))
+    missing = tuple(run for part in parts for run in part.missing)
+    return Runs(parts[0].name, home, ordered, missing, alone=together and not parts[0].name)

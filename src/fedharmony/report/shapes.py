@@ -1,7 +1,7 @@
 """What the files of a run look like, as far as reports read them.
 
-Anybody may have edited, cut or swapped those files. What does not have its shape is told with its
-place, before a page is made of it. Fields that are not named here are left alone.
+Anybody may have edited, cut or swapped those files. A field of another shape is refused, with its
+place, before the page is made. Fields that are not named here are left alone.
 """
 
 from __future__ import annotations

@@ -13,13 +13,18 @@ import numpy as np
 from fedharmony.correlation import label_correlation
 from fedharmony.partition.base import Partition
 from fedharmony.partition.report import label_shares, paired_labels
-from fedharmony.report.plots import Picture, client_picture, label_order
+from fedharmony.report.charts import Picture
+from fedharmony.report.order import LabelOrder, spectral_order
+from fedharmony.report.panels.clients import client_picture
 from fedharmony.types import Labels
 
-#: The file is shown at so many times the size at which a page of figures shows it.
+#: How much larger the file is shown than a figure of the page.
 SCALE = 2
 #: Caption: letters in a line, and the height of one.
 LETTERS, LINE = 60, 14
+_TEXT = (
+    "text { font-family: system-ui, sans-serif } .caption { font-size: 10px; fill: var(--muted) }"
+)
 
 
 def split_picture(labels: Labels, partition: Partition, classes: Sequence[str]) -> str:
@@ -28,9 +33,8 @@ def split_picture(labels: Labels, partition: Partition, classes: Sequence[str]) 
     shares = label_shares(labels, partition)[:, paired]
     matrix, _ = label_correlation(labels[:, paired])
     classes = [classes[i] for i in paired]
-    order = label_order(None, matrix.numpy().astype(np.float64))
-    sizes = partition.sizes.astype(np.float64)
-    return standalone(client_picture("split", sizes, shares, order, classes))
+    order = LabelOrder(spectral_order(matrix.numpy().astype(np.float64)))
+    return standalone(client_picture(partition.sizes.astype(np.float64), shares, order, classes))
 
 
 def standalone(picture: Picture) -> str:
@@ -44,21 +48,12 @@ def standalone(picture: Picture) -> str:
         for n, line in enumerate(lines, start=1)
     )
     whole = height + LINE * (len(lines) + 1)
+    colours = resources.files("fedharmony.report").joinpath("colours.css").read_text("utf-8")
     head, body = picture.svg.split(">", 1)
     head = head.replace(box[0], f'viewBox="0 0 {width:g} {whole:g}"')
     return (
         f'{head} width="{SCALE * width:g}" height="{SCALE * whole:g}" '
-        f'xmlns="http://www.w3.org/2000/svg">\n<style>{_style()}</style>\n'
+        f'xmlns="http://www.w3.org/2000/svg">\n<style>{colours}{_TEXT}</style>\n'
         '<rect width="100%" height="100%" style="fill: var(--paper)"/>'
         f"{body.removesuffix('</svg>')}{caption}</svg>\n"
     )
-
-
-def _style() -> str:
-    """The colour variables of the report page, for light and for dark."""
-    page = resources.files("fedharmony.report").joinpath("page.html.j2").read_text("utf-8")
-    light, dark = re.findall(r":root \{.*?\}", page, re.DOTALL)[:2]
-    dark = f"@media (prefers-color-scheme: dark) {{ {dark} image {{ filter: brightness(1.25) }} }}"
-    text = "text { font-family: system-ui, sans-serif }"
-    caption = ".caption { font-size: 10px; fill: var(--muted) }"
-    return re.sub(r"\s+", " ", f"{light} {dark} {text} {caption}")

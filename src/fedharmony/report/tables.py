@@ -4,8 +4,8 @@ One row per method. With several seeds a cell reads ``mean ± standard deviation
 (sample standard deviation, n − 1 in the denominator); with one seed it is the number alone. Values
 stay unrounded fractions until they are printed, in per cent with one decimal. The best of each
 quality column is marked; values that print the same are all marked, because the table gives no
-reason to prefer one. Costs (seconds, megabytes) are never marked. The trivial predictors stand
-below a rule and do not compete.
+reason to prefer one. Costs (seconds, megabytes) are never marked. Training in one place and the
+trivial predictors, which stand below a rule, do not compete.
 
 >>> rows = [
 ...     RunRow("fedavg", 0, {"mAP": 0.70}),
@@ -30,14 +30,14 @@ import io
 import math
 import statistics
 from collections.abc import Callable, Iterable, Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 from rich.box import HORIZONTALS
 from rich.table import Table
 from rich.text import Text
 
 from fedharmony.metrics import METRIC_NAMES
-from fedharmony.report.load import RunView
+from fedharmony.report.load import Runs, RunView
 
 DASH = "–"
 
@@ -53,7 +53,6 @@ class Column:
         scale: Factor from stored to printed value.
         digits: Decimals printed.
         quality: Whether higher is better and the best value is marked.
-        rank: Order in which columns are kept where space is short (low ranks stay).
     """
 
     key: str
@@ -62,7 +61,6 @@ class Column:
     scale: float
     digits: int
     quality: bool
-    rank: int
 
     def number(self, value: float) -> str:
         """The printed value; a dash where it is undefined.
@@ -86,26 +84,17 @@ _MEANINGS = {
     "OR": "recall over all positives",
     "OF1": "harmonic mean of OP and OR",
 }
-_KEEP_FIRST = ("mAP", "CF1", "OF1", "O-mAP", "CP", "CR", "OP", "OR", "structure r")
+_STRUCTURE = "Pearson correlation of learned and true label correlations (off-diagonal)"
+#: Columns that stay where space is short; others go first.
+_KEEP_FIRST = ("mAP", "CF1", "OF1", "O-mAP", "CP", "CR", "OP", "OR")
 
 #: All columns in table order; a table shows those for which some run has a value.
 COLUMNS: tuple[Column, ...] = (
-    *(
-        Column(name, name, _MEANINGS[name], 100.0, 1, True, _KEEP_FIRST.index(name))
-        for name in METRIC_NAMES
-    ),
-    Column(
-        "structure_r",
-        "structure r",
-        "Pearson correlation of learned and true label correlations (off-diagonal)",
-        1.0,
-        2,
-        True,
-        _KEEP_FIRST.index("structure r"),
-    ),
-    Column("seconds", "s/round", "mean time of a round, without evaluation", 1.0, 2, False, 9),
-    Column("bytes_up", "MB up", "sent by all clients, per round", 1e-6, 2, False, 10),
-    Column("bytes_down", "MB down", "sent to all clients, per round", 1e-6, 2, False, 11),
+    *(Column(name, name, _MEANINGS[name], 100.0, 1, True) for name in METRIC_NAMES),
+    Column("structure_r", "structure r", _STRUCTURE, 1.0, 2, True),
+    Column("seconds", "s/round", "mean time of a round, without evaluation", 1.0, 2, False),
+    Column("bytes_up", "MB up", "sent by all clients, per round", 1e-6, 2, False),
+    Column("bytes_down", "MB down", "sent to all clients, per round", 1e-6, 2, False),
 )
 
 
@@ -119,6 +108,7 @@ class RunRow:
         values: by column key.
         complete: False if it did not end.
         lost: how often a client failed and was left out of a round.
+        ranked: False if it does not compete.
     """
 
     label: str
@@ -126,6 +116,7 @@ class RunRow:
     values: Mapping[str, float]
     complete: bool = True
     lost: int = 0
+    ranked: bool = True
 
 
 @dataclass(frozen=True)
@@ -160,15 +151,16 @@ def _cell(values: Iterable[float]) -> Cell:
     return Cell(mean, deviation, len(known))
 
 
-def _mark_best(column: Column, cells: Sequence[Cell]) -> list[Cell]:
+def _mark_best(column: Column, cells: Sequence[Cell], ranked: Sequence[bool]) -> list[Cell]:
     """The cells with the best marked, compared as printed; a single value has no rival."""
-    printed = [float(column.number(c.mean)) if c.count else -math.inf for c in cells]
-    if not column.quality or sum(c.count > 0 for c in cells) < 2:
+    rivals = [r and c.count > 0 for c, r in zip(cells, ranked, strict=True)]
+    if not column.quality or sum(rivals) < 2:
         return list(cells)
-    top = max(printed)
+    printed = [column.number(c.mean) for c in cells]
+    top = max(float(p) for p, rival in zip(printed, rivals, strict=True) if rival)
     return [
-        Cell(c.mean, c.deviation, c.count, best=bool(c.count) and value == top)
-        for c, value in zip(cells, printed, strict=True)
+        replace(c, best=rival and float(p) == top)
+        for c, p, rival in zip(cells, printed, rivals, strict=True)
     ]
 
 
@@ -187,7 +179,6 @@ class MetricTable:
     lines: tuple[Line, ...]
     baselines: tuple[Line, ...]
     runs: tuple[RunRow, ...]
-    baseline_values: Mapping[str, Mapping[str, float]]
 
     @property
     def notes(self) -> tuple[str, ...]:
@@ -200,8 +191,7 @@ class MetricTable:
         if any(not line.complete for line in self.lines):
             notes.append("* includes a run that has not finished")
         if lost := [f"{line.name} {line.lost}" for line in self.lines if line.lost]:
-            text = "† clients failed and were left out of rounds for good, so often:"
-            notes.append(f"{text} {', '.join(lost)}")
+            notes.append(f"† clients that failed and were left out of rounds: {', '.join(lost)}")
         return tuple(notes)
 
     def text(self, column: Column, cell: Cell) -> str:
@@ -254,7 +244,9 @@ class MetricTable:
         names = max((len(self._name(line)) for line in lines), default=0)
         room = width - max(6, min(names, width // 3)) - 3  # with both edges of the frame
         kept: list[int] = []
-        for index in sorted(range(len(self.columns)), key=lambda i: self.columns[i].rank):
+        first = {key: rank for rank, key in enumerate(_KEEP_FIRST)}
+        ranks = [first.get(column.key, len(first)) for column in self.columns]
+        for index in sorted(range(len(self.columns)), key=ranks.__getitem__):
             column = self.columns[index]
             texts = [column.heading, *(self.text(column, line.cells[index]) for line in lines)]
             room -= max(map(len, texts)) + 2  # padding and a gap
@@ -304,15 +296,16 @@ class MetricTable:
         keys = [column.key for column in self.columns]
         writer.writerow(["kind", "method", "seed", "complete", *keys])
 
-        def numbers(values: Mapping[str, float]) -> list[str]:
-            found = [values.get(key, math.nan) for key in keys]
-            return [repr(float(v)) if math.isfinite(v) else "" for v in found]
+        def numbers(values: Iterable[float]) -> list[str]:
+            return [repr(float(v)) if math.isfinite(v) else "" for v in values]
 
         for run in self.runs:
-            done = "true" if run.complete else "false"
-            writer.writerow(["run", run.label, run.seed, done, *numbers(run.values)])
-        for name, values in self.baseline_values.items():
-            writer.writerow(["baseline", name, "", "true", *numbers(values)])
+            values = numbers(run.values.get(key, math.nan) for key in keys)
+            writer.writerow(["run", run.label, run.seed, str(run.complete).lower(), *values])
+        for line in self.baselines:
+            writer.writerow(
+                ["baseline", line.name, "", "true", *numbers(c.mean for c in line.cells)]
+            )
         return out.getvalue()
 
     def to_latex(self) -> str:
@@ -359,18 +352,18 @@ def metric_table(
     Returns:
         The table, with the best of each column marked.
     """
-    baselines = baselines or {}
-    labels = list(dict.fromkeys(row.label for row in rows))
+    groups: dict[str, list[RunRow]] = {}
+    for row in rows:
+        groups.setdefault(row.label, []).append(row)
     columns = tuple(
         c for c in COLUMNS if any(math.isfinite(r.values.get(c.key, math.nan)) for r in rows)
     )
+    ranked = [all(row.ranked for row in group) for group in groups.values()]
     by_column = [
         _mark_best(
             column,
-            [
-                _cell(r.values.get(column.key, math.nan) for r in rows if r.label == label)
-                for label in labels
-            ],
+            [_cell(r.values.get(column.key, math.nan) for r in group) for group in groups.values()],
+            ranked,
         )
         for column in columns
     ]
@@ -378,32 +371,35 @@ def metric_table(
         Line(
             label,
             tuple(cells[i] for cells in by_column),
-            all(r.complete for r in rows if r.label == label),
-            sum(r.lost for r in rows if r.label == label),
+            all(row.complete for row in group),
+            sum(row.lost for row in group),
         )
-        for i, label in enumerate(labels)
+        for i, (label, group) in enumerate(groups.items())
     )
     trivial = tuple(
         Line(name, tuple(_cell([values.get(c.key, math.nan)]) for c in columns))
-        for name, values in baselines.items()
+        for name, values in (baselines or {}).items()
     )
-    return MetricTable(columns, lines, trivial, tuple(rows), baselines)
+    return MetricTable(columns, lines, trivial, tuple(rows))
 
 
-def table_of(groups: Mapping[str, Sequence[RunView]]) -> MetricTable:
-    """The table of loaded runs, grouped by display name, with the first baselines found."""
-    rows = [_run_row(label, run) for label, runs in groups.items() for run in runs]
-    baselines = next((r.baselines for runs in groups.values() for r in runs if r.baselines), {})
-    return metric_table(rows, baselines)
+def table_of(runs: Runs) -> MetricTable:
+    """The table of loaded runs; on different data none of them is the best."""
+    rows = [
+        _run_row(label, run, label in runs.ranked and not runs.differing)
+        for label, group in runs.groups.items()
+        for run in group
+    ]
+    return metric_table(rows, runs.baselines)
 
 
-def _run_row(label: str, run: RunView) -> RunRow:
+def _run_row(label: str, run: RunView, ranked: bool) -> RunRow:
     values = {
         **{name: run.metrics.get(name, math.nan) for name in METRIC_NAMES},
         "structure_r": run.structure.get("soft_pearson", math.nan),
         **{key: run.per_round(key) for key in ("seconds", "bytes_up", "bytes_down")},
     }
-    return RunRow(label, run.seed, values, run.status == "completed", run.clients_lost)
+    return RunRow(label, run.seed, values, run.status == "completed", run.clients_lost, ranked)
 
 
 def _escape_markdown(text: str) -> str:

@@ -1,6 +1,6 @@
 """Loaders of image files: annotations first, pixels second.
 
-Splits and reports need labels only, and a wrong path should be told before an hour of decoding. A
+Splits and reports need labels only, and a wrong path should be found before an hour of decoding. A
 :class:`FileSource` therefore reads annotations without touching an image; decoding, caching,
 leaving out unreadable images and checking against the publisher's figures are the same for all.
 """
@@ -19,7 +19,8 @@ from annotated_types import Ge, Le
 from fedharmony.config import FilePath
 from fedharmony.data.base import DataSet, LabelledImages, Source, cache_folder
 from fedharmony.data.cache import Resize, ResizeMode, Unreadable, decode, decoded
-from fedharmony.data.files import ImageFiles, Tree, TreeImages, in_bytes, open_tree
+from fedharmony.data.derived import in_bytes
+from fedharmony.data.tree import ImageFiles, Tree, TreeImages, open_tree
 from fedharmony.errors import DataError
 from fedharmony.types import Labels
 
@@ -30,7 +31,7 @@ NAMED = 5
 
 
 @dataclass(frozen=True, eq=False)
-class Annotated:
+class AnnotatedFiles:
     """Image files and all that is known of them; the row of a file is its index.
 
     Attributes:
@@ -97,7 +98,7 @@ class Check:
 
 
 #: Class names, training part, test part.
-Content: typing.TypeAlias = tuple[tuple[str, ...], Annotated, Annotated]
+Content: typing.TypeAlias = tuple[tuple[str, ...], AnnotatedFiles, AnnotatedFiles]
 
 
 class FileSource(Source):
@@ -143,7 +144,7 @@ class FileSource(Source):
         return {}
 
     def found_counts(
-        self, classes: tuple[str, ...], train: Annotated, test: Annotated
+        self, classes: tuple[str, ...], train: AnnotatedFiles, test: AnnotatedFiles
     ) -> dict[str, int]:
         """Figures of the data that are there; a subclass may add its own.
 
@@ -220,7 +221,7 @@ class FileSource(Source):
                 )
 
     def _images(
-        self, data: Annotated, progress: Callable[[int, int], None] | None
+        self, data: AnnotatedFiles, progress: Callable[[int, int], None] | None
     ) -> LabelledImages:
         resize = Resize(self.config.image_size, self.config.resize)
         result = decoded(data.files, resize, unreadable=self.config.unreadable, progress=progress)

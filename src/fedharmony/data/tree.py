@@ -13,39 +13,28 @@ What is read is bounded: files are regular ones (a pipe or device is refused), a
 :data:`IMAGE_LIMIT` bytes, and unpacking stops at the size that an archive declares, which may not
 be out of proportion to the packed one.
 
-The last part of the module is for whoever keeps derived files: :func:`building` and
-:func:`new_file` make them whole or not at all.
+Zip members are read by code of our own: read by two threads, packed members came 8 % slower from
+``zipfile``, which locks its file, and stored ones no slower (4,000 members of 32 kB, best of 15).
 """
 
 from __future__ import annotations
 
-import errno
 import gzip
 import hashlib
-import logging
 import os
-import shutil
 import struct
 import tarfile
-import tempfile
 import zipfile
 import zlib
-from collections.abc import Iterator, Sequence
-from contextlib import contextmanager, suppress
+from collections.abc import Sequence
 from functools import cached_property
 from pathlib import Path
 from typing import BinaryIO, NamedTuple, Protocol
 
 from fedharmony.data.base import cache_folder
+from fedharmony.data.derived import building, new_file
 from fedharmony.errors import DataError
 from fedharmony.reading import FILE_LIMIT, is_file, is_folder, is_there, read_regular, user_path
-
-try:
-    import fcntl
-except ImportError:  # not a POSIX system
-    fcntl = None  # type: ignore[assignment]
-
-logger = logging.getLogger(__name__)
 
 #: Endings of the archives that can be read.
 ARCHIVES = (".tar", ".tar.gz", ".tgz", ".zip")
@@ -54,7 +43,7 @@ WRAPPERS = ("VOCdevkit", "coco", "flair")
 
 #: Bytes of an encoded image.
 IMAGE_LIMIT = 256 << 20
-#: What is packed may become so many times larger, or at least reach this size. Annotations shrink
+#: A packed file may become this many times larger, and any may reach this size. Annotations shrink
 #: to a tenth; a file made to fill the memory or the disk shrinks to a thousandth.
 UNPACKED_RATIO, UNPACKED_LEAST = 100, 64 << 20
 
@@ -89,7 +78,7 @@ class ImageFiles(Protocol):
 class Store(Protocol):
     """One place of a tree: a folder or an archive."""
 
-    #: Whether the first question takes long.
+    #: Whether the first look-up takes long, because the archive must be unpacked.
     slow: bool
 
     @property
@@ -168,8 +157,8 @@ class Member(NamedTuple):
 class Archive:
     """The members of a ``.tar``, ``.tar.gz``, ``.tgz`` or ``.zip`` file.
 
-    What kind it is, its first bytes tell. Member names lose a leading ``./`` and the folders in
-    ``drop``. Nothing is read before the first question.
+    Its first bytes tell of what kind it is. Member names lose a leading ``./`` and the folders in
+    ``drop``. Nothing is read before the first look-up.
     """
 
     def __init__(self, path: Path, drop: Sequence[str] = WRAPPERS) -> None:
@@ -546,92 +535,3 @@ def _gunzip(path: Path, out: BinaryIO) -> None:
                     "no data set does. Fetch it again, or unpack it yourself and name the folder."
                 )
             out.write(data)
-
-
-@contextmanager
-def building(folder: Path) -> Iterator[None]:
-    """Make ``folder`` and keep other processes from building in it meanwhile.
-
-    Inside, look again whether the wanted file has appeared: another process may have made it while
-    this one waited. Where the file system has no locks two processes may do the same work; each
-    still replaces the file in one step. What an interrupted process left behind is removed.
-
-    Raises:
-        DataError: The folder cannot be made or written.
-    """
-    try:
-        folder.mkdir(parents=True, exist_ok=True)
-        lock = (folder / ".lock").open("ab")
-    except OSError as error:
-        raise _unwritable(folder, error) from error
-    with lock:
-        try:
-            if fcntl is None:
-                raise OSError
-            fcntl.flock(lock, fcntl.LOCK_EX)
-        except OSError:
-            pass
-        else:
-            for leftover in folder.glob("*.partial"):
-                with suppress(OSError):
-                    leftover.unlink()
-        yield
-
-
-@contextmanager
-def new_file(file: Path, size: int, what: str, advice: str) -> Iterator[BinaryIO]:
-    """A file to write that becomes ``file`` when the block ends well, and vanishes otherwise.
-
-    Args:
-        file: Its final path, in a folder that is being :func:`built <building>`.
-        size: The bytes it will have; more than the disk has free is refused.
-        what: What is being written, to begin a sentence.
-        advice: What else to do when the disk is too small.
-
-    Raises:
-        DataError: The disk is too small, or writing fails.
-    """
-    folder = file.parent
-    free = shutil.disk_usage(folder).free
-    too_small = (
-        f"{what} needs {in_bytes(size)}, but the disk of {folder} has {in_bytes(free)} free. Make "
-        f"room, set FEDHARMONY_CACHE to a folder on a larger disk, {advice}."
-    )
-    if size > free:
-        raise DataError(too_small)
-    try:
-        handle, name = tempfile.mkstemp(".partial", f"{file.stem}.", folder)
-    except OSError as error:
-        raise _unwritable(folder, error) from error
-    temporary = Path(name)
-    try:
-        with os.fdopen(handle, "wb") as out:
-            yield out
-            out.flush()
-            os.fsync(out.fileno())
-        temporary.chmod(0o644)
-        temporary.replace(file)
-    except OSError as error:
-        if error.errno in (errno.ENOSPC, errno.EDQUOT):
-            raise DataError(too_small) from error
-        if error.errno in (errno.EFBIG, errno.EIO, errno.EROFS, errno.EACCES):
-            raise _unwritable(folder, error) from error
-        raise  # not of this file: whatever the block did besides writing
-    finally:
-        temporary.unlink(missing_ok=True)
-
-
-def _unwritable(folder: Path, error: OSError) -> DataError:
-    return DataError(
-        f"The folder {folder} for derived data cannot be written: {error.strerror or error}. Set "
-        "FEDHARMONY_CACHE to a folder that can."
-    )
-
-
-def in_bytes(size: int) -> str:
-    """A size for people.
-
-    >>> in_bytes(1_721_000_000), in_bytes(35_000_000), in_bytes(12)
-    ('1.72 GB', '35 MB', '0 MB')
-    """
-    return f"{size / 1e9:.2f} GB" if size >= 1e9 else f"{size / 1e6:.0f} MB"

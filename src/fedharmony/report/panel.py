@@ -1,0 +1,105 @@
+"""What a panel of the report page is.
+
+>>> @panels.register("hello")
+... class Hello(Panel):
+...     '''Greets the reader.'''
+...
+...     place = 5
+...
+...     def draw(self, runs):
+...         return Section("Hello", f"{len(runs.runs)} runs are on this page.")
+>>> del panels._items["hello"]
+"""
+
+from __future__ import annotations
+
+from abc import ABC, abstractmethod
+from collections.abc import Iterable
+from dataclasses import dataclass
+from typing import ClassVar
+
+from fedharmony.registry import Registry
+from fedharmony.report.charts import Picture, Series
+from fedharmony.report.load import Runs
+from fedharmony.report.svg import CENTRAL, Style, style
+
+
+@dataclass(frozen=True)
+class Section:
+    """A part of the page: words, a legend, and figures in a grid of two or three columns.
+
+    Attributes:
+        title: The heading.
+        lead: What is shown, in a sentence or two.
+        pictures: The figures.
+        keys: The legend: names and looks.
+        scale: Texts at both ends of the colour scale of heat maps.
+        facts: Names and values beside the figures.
+    """
+
+    title: str
+    lead: str
+    pictures: tuple[Picture, ...] = ()
+    keys: tuple[tuple[str, Style], ...] = ()
+    scale: tuple[str, str] | None = None
+    facts: tuple[tuple[str, str], ...] = ()
+
+    @property
+    def columns(self) -> int:
+        """Two where three would leave a figure alone in a row."""
+        return 2 if len(self.pictures) in (1, 2, 4) else 3
+
+
+class Panel(ABC):
+    """A section of the page. ``place`` orders panels from top to bottom."""
+
+    name: ClassVar[str]
+    place: ClassVar[int]
+
+    @abstractmethod
+    def draw(self, runs: Runs) -> Section | None:
+        """The section; None where the runs have nothing to show."""
+
+
+panels: Registry[type[Panel]] = Registry("panel", "fedharmony.report.panels")
+
+
+def sections(runs: Runs) -> dict[str, Section]:
+    """All sections that have something to show, by the panel's name, in their order."""
+    found = sorted((panels[name] for name in panels.names()), key=lambda p: (p.place, p.name))
+    drawn = {panel.name: panel().draw(runs) for panel in found}
+    return {name: section for name, section in drawn.items() if section is not None}
+
+
+# ----------------------------------------------------------------------- what panels share
+
+
+def styles(runs: Runs) -> dict[str, Style]:
+    """How each method is drawn: the same on the whole page."""
+    places = {name: place for place, name in enumerate(runs.ranked)}
+    return {name: style(places[name]) if name in places else CENTRAL for name in runs.groups}
+
+
+def legend(runs: Runs, names: Iterable[str] | None = None) -> tuple[tuple[str, Style], ...]:
+    """The legend of some methods, or of all; a single run needs none."""
+    looks = styles(runs)
+    return () if runs.alone else tuple((n, looks[n]) for n in (names or runs.groups))
+
+
+def series(runs: Runs, group: str, key: str) -> list[Series]:
+    """The curves of a number (see :meth:`RunView.curve`), of the methods that have it."""
+    looks = styles(runs)
+    found = [
+        Series(name, looks[name], tuple(run.curve(group, key) for run in group_runs))
+        for name, group_runs in runs.groups.items()
+    ]
+    return [s for s in found if any(s.curves)]
+
+
+def count(number: int, singular: str, plural: str | None = None) -> str:
+    """A number of things.
+
+    >>> count(1, "label"), count(2000, "label")
+    ('1 label', '2,000 labels')
+    """
+    return f"{number:,} {singular if number == 1 else plural or singular + 's'}"
