@@ -363,7 +363,7 @@ def test_damaged_parquet(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Non
     (tmp_path / "t.parquet").write_bytes(b"PAR1 and no more")
     refuse(tmp_path, r"t\.parquet is not a Parquet file, or is damaged")
     monkeypatch.setitem(sys.modules, "pyarrow", None)
-    refuse(tmp_path, r't\.parquet needs the package pyarrow.*pip install "fedharmony\[flair\]"')
+    refuse(tmp_path, r't\.parquet needs the package pyarrow.*pip install "fedharmony\[parquet\]"')
 
 
 def test_a_wrong_parquet_row_is_named(tmp_path: Path) -> None:

@@ -19,6 +19,7 @@ from annotated_types import Ge, Le
 from fedharmony.config import FilePath
 from fedharmony.data.base import DataSet, LabelledImages, Source, cache_folder
 from fedharmony.data.cache import Resize, ResizeMode, Unreadable, decode, decoded
+from fedharmony.data.check import Check, CheckLine, Tell
 from fedharmony.data.files import ImageFiles, Tree, TreeImages, in_bytes, open_tree
 from fedharmony.errors import DataError
 from fedharmony.types import Labels
@@ -62,38 +63,6 @@ class Annotated:
     def __len__(self) -> int:
         """The number of images N."""
         return len(self.labels)
-
-
-@dataclass(frozen=True)
-class CheckLine:
-    """One figure of a check."""
-
-    what: str
-    expected: int
-    found: int
-
-    @property
-    def ok(self) -> bool:
-        """Whether what was found is what was expected."""
-        return self.expected == self.found
-
-
-@dataclass(frozen=True)
-class Check:
-    """The outcome of :meth:`FileSource.check`.
-
-    Attributes:
-        lines: Figures, expected and found.
-        advice: What to do next, in full sentences.
-    """
-
-    lines: tuple[CheckLine, ...]
-    advice: str
-
-    @property
-    def ok(self) -> bool:
-        """Whether every figure is as expected."""
-        return all(line.ok for line in self.lines)
 
 
 #: Class names, training part, test part.
@@ -233,7 +202,7 @@ class FileSource(Source):
             known=None if data.known is None else data.known[kept],
         )
 
-    def check(self) -> Check:
+    def check(self, tell: Tell | None = None) -> Check:
         """Compare the data with the publisher's figures, and try some of the images.
 
         Raises:

@@ -21,8 +21,9 @@ import torch.distributed as dist
 from fedharmony.config import machine_memory
 from fedharmony.correlation import label_correlation
 from fedharmony.data.annotations import FileSource
-from fedharmony.data.base import DataSet, LabelledImages, TensorImages, datasets
+from fedharmony.data.base import DataSet, Images, LabelledImages, TensorImages, datasets
 from fedharmony.data.cache import MappedImages
+from fedharmony.data.features import moments
 from fedharmony.engine.checkpoint import digest
 from fedharmony.engine.cohort import Cohort
 from fedharmony.engine.federation import Event, Federation, FederationSettings
@@ -48,7 +49,7 @@ from fedharmony.metrics import (
     structure_metrics,
     trivial_baselines,
 )
-from fedharmony.models.base import Backbone, InputSpec, Model, models
+from fedharmony.models.base import Backbone, FeatureSpec, InputSpec, Model, models
 from fedharmony.partition.annotation import client_known
 from fedharmony.partition.base import Partition, splitters
 from fedharmony.partition.feature_skew import feature_skew, skewed_images
@@ -337,15 +338,54 @@ def load_data(settings: Settings, observe: Observer, partition_file: Path | None
     source.refuse_missing(content)
     draw_partition(settings, content[1].labels, content[1].users, partition_file)
     side = source.config.image_size
-    make_backbone(settings, (3, side, side)).init(torch_rng(0, "model"))
+    make_backbone(settings, InputSpec(3, side, side)).init(torch_rng(0, "model"))
     return source.load(lambda d, n: observe({"event": "decode", "done": d, "total": n}), content)
 
 
-def make_backbone(settings: Settings, shape: tuple[int, int, int]) -> Backbone:
-    """The backbone for images of a shape."""
-    backbone = models[settings.model.common.name](settings.model.own, InputSpec(*shape))
+def input_spec(images: Images) -> InputSpec | FeatureSpec:
+    """What a backbone for these images, or feature vectors, is built for."""
+    if len(images.shape) == 1:
+        return FeatureSpec(*moments(images))
+    return InputSpec(*images.shape)
+
+
+def make_backbone(settings: Settings, input: InputSpec | FeatureSpec) -> Backbone:
+    """The backbone for images, or feature vectors, of a shape."""
+    name = settings.model.common.name
+    takes = models[name].takes
+    if not isinstance(input, takes):
+        fitting = [other for other in models.names() if isinstance(input, models[other].takes)]
+        raise ConfigError(
+            f"Model {name!r} takes {takes.kind}, but data set {settings.data.common.name!r} has "
+            f"{input}. Set model.name to one of: {', '.join(fitting)}."
+        )
+    if settings.augment.active and isinstance(input, FeatureSpec):
+        raise ConfigError(
+            f"Section [augment] changes images, but data set {settings.data.common.name!r} has "
+            f"{input}. Remove the section."
+        )
+    backbone = models[name](settings.model.own, input)
     refuse_too_large(sum(math.prod(shape) for shape in backbone.shapes().values()))
     return backbone
+
+
+def make_model(settings: Settings, backbone: Backbone, method: Method) -> Model:
+    """The backbone with the method's head; refused where one lacks what the other needs."""
+    head = method.head(backbone.width)
+    names = f"Method {settings.method_name!r} cannot be used with model {backbone.name!r}"
+    if head.reads == "patches" and not backbone.patches:
+        raise ConfigError(
+            f"{names}: it reads the patches (tokens) of an image, and this model has none. Choose "
+            "another method or, if the data are images, a vision transformer."
+        )
+    model = Model(backbone, head)
+    if model.shapes().keys() <= head.frozen:
+        raise ConfigError(
+            f"{names}: the method keeps the classifier as it is, and this model has no other layer "
+            "to train. Choose a model with hidden layers, for instance mlp."
+        )
+    refuse_too_large(model.num_parameters)
+    return model
 
 
 def refuse_too_large(parameters: int) -> None:
@@ -384,7 +424,8 @@ def assemble(
         clients, held = hold_out(partition, settings.split.common.holdout)
         # A label that the owner of an image does not annotate cannot serve to choose settings.
         data = replace(data, test=as_annotated(data.train, partition, settings).subset(held))
-    backbone = make_backbone(settings, data.train.images.shape)
+    spec = input_spec(loaded.train.images)
+    backbone = make_backbone(settings, spec)
     run, train, federation = settings.run, settings.training, settings.federation
     seen = data if federation.central else as_clients_see(data, partition, settings)
     task = Task(
@@ -403,6 +444,7 @@ def assemble(
         average=federation.average,
         mean=backbone.mean,
         std=backbone.std,
+        pixels=isinstance(spec, InputSpec),
         unknown_labels=seen.train.known is not None,
     )
     method = methods[settings.method_name](settings.method_config(), task)
@@ -412,8 +454,7 @@ def assemble(
     schedule = draw_schedule(sizes, run.rounds, cohort, federation.sampling, run.seed)
     if federation.central:
         clients, schedule = in_one_place(settings, clients, schedule)
-    model = Model(backbone, method.head(backbone.width))
-    refuse_too_large(model.num_parameters)
+    model = make_model(settings, backbone, method)
     return Assembly(
         settings=settings,
         data=seen,

@@ -68,7 +68,7 @@ class TimmBackbone(Backbone):
                 f"timm's {config.architecture!r} has features of width {self.width} but tokens of "
                 f"width {tokens.shape[-1]}; heads cannot read them. Choose another architecture."
             )
-        self.patches = tokens.shape[1]
+        self.patches = tokens.shape[1] - self.class_tokens
 
     @property
     def class_tokens(self) -> int:  # type: ignore[override]
