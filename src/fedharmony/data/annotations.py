@@ -180,7 +180,7 @@ class FileSource(Source):
     def refuse_missing(self, content: Content) -> None:
         """Tell about missing images before the others are decoded."""
         for part, data in (("training", content[1]), ("test", content[2])):
-            absent = _missing(data.files)
+            absent = missing_files(data.files)
             if absent and self.config.unreadable == "error":
                 names = _some([data.files.name(i) for i in absent])
                 raise DataError(
@@ -215,7 +215,7 @@ class FileSource(Source):
             for what, expected in self.official_counts().items()
         ]
         for part, data in (("training", train), ("test", test)):
-            there = len(data) - len(_missing(data.files))
+            there = len(data) - len(missing_files(data.files))
             lines.append(CheckLine(f"{part} image files", len(data), there))
             sample = _sample(len(data))
             readable = sum(_readable(data.files, i) for i in sample)
@@ -233,7 +233,7 @@ class FileSource(Source):
         )
 
 
-def _missing(files: ImageFiles) -> list[int]:
+def missing_files(files: ImageFiles) -> list[int]:
     """Missing files, where asking is cheap."""
     return files.missing() if isinstance(files, TreeImages) else []
 

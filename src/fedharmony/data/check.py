@@ -103,13 +103,13 @@ def facts_of(train: Part, test: Part, what: str) -> list[tuple[str, str]]:
     ]
     if train.users is not None:
         sizes = np.unique(train.users, return_counts=True)[1]
-        spread = f"{sizes.min():,} to {sizes.max():,} training {what}s each"
-        facts.append(("clients", f"{len(sizes):,}, {spread}"))
+        words = f"{len(sizes):,}, with {sizes.min():,} to {sizes.max():,} training {what}s"
+        if test.users is not None and (others := {*test.users} - {*train.users}):
+            words += f"; {len(others):,} more in the test part only"
+        facts.append(("clients", words))
     cells = train.labels.size + test.labels.size
     unknown = sum(int((~part.known).sum()) for part in (train, test) if part.known is not None)
     facts.append(("unknown labels", f"{100 * unknown / cells:.1f} % ({unknown:,} of {cells:,})"))
-    without = sum(int((~part.labels.any(1)).sum()) for part in (train, test))
-    facts.append((f"{what}s without a label", f"{without:,}"))
     return facts
 
 
@@ -184,7 +184,7 @@ def wrong_separator(classes: Sequence[str], right: str) -> str:
 
 
 def failures(count: int, attempt: Callable[[int], object], tell: Tell | None) -> dict[int, str]:
-    """Try ``attempt(0)`` to ``attempt(count − 1)`` in threads; who failed, and why.
+    """Try ``attempt(0)`` to ``attempt(count − 1)`` in threads; which failed, and why.
 
     >>> failures(3, lambda i: 1 / (i - 1), None)
     {1: 'division by zero'}

@@ -35,8 +35,19 @@ from typing import Any, BinaryIO, Literal, NamedTuple, Protocol
 import numpy as np
 from annotated_types import Ge, Gt, Lt
 
-from fedharmony.data.annotations import Annotated, FileSource
+from fedharmony.data.annotations import Annotated, FileSource, missing_files
 from fedharmony.data.base import datasets
+from fedharmony.data.cache import Resize, decode
+from fedharmony.data.check import (
+    Check,
+    CheckLine,
+    Tell,
+    counts_of,
+    doubts_about,
+    facts_of,
+    failures,
+    wrong_separator,
+)
 from fedharmony.data.files import Tree, open_tree
 from fedharmony.errors import ConfigError, DataError, nearest
 from fedharmony.rng import numpy_rng
@@ -207,6 +218,29 @@ class Table(FileSource):
         sign = repr(SEPARATOR) if self.config.format == "joined" else "0"
         return f"If the images have none of the labels, write {sign} instead."
 
+    def check(self, tell: Tell | None = None) -> Check:
+        """Say what the table holds, doubt names that look alike, and decode every image."""
+        classes, train, test = self.annotations()
+        counts = counts_of(classes, train, test)
+        lines, faults = [], []
+        if self.config.format == "joined" and (fault := wrong_separator(classes, SEPARATOR)):
+            faults.append(fault)
+        for word, part in (("training", train), ("test", test)):
+            faulty = image_faults(part, tell)
+            readable = len(part) - len(faulty)
+            lines.append(CheckLine(f"{word} images that can be read", len(part), readable))
+            faults += faulty
+        advice = self._advice(lines, len(train) + len(test))
+        if faults:
+            advice = (
+                "Correct the table or the files. Images that cannot be read are left out with "
+                'data.unreadable = "skip".'
+            )
+        facts = [("classes", f"{len(classes):,}"), *facts_of(train, test, "image")]
+        return Check(
+            tuple(lines), advice, tuple(facts), counts, doubts_about(counts), tuple(faults)
+        )
+
     def obtain(self) -> str:
         """What to prepare, and where it goes."""
         return (
@@ -339,6 +373,15 @@ class Table(FileSource):
                 f"in data.ignore, or in data.user, data.split or data.{labels.setting}."
             )
         return Layout(len(header), image, user, split, labelled)
+
+
+def image_faults(part: Annotated, tell: Tell | None) -> list[str]:
+    """Every image of a part that is missing or cannot be decoded, by name."""
+    files, missing = part.files, set(missing_files(part.files))
+    found = failures(len(part), lambda i: i in missing or decode(files.read(i), Resize(1)), tell)
+    reasons = {**dict.fromkeys(missing, "there is no such file"), **found}
+    names = {i: files.name(i) for i in sorted(reasons)}
+    return [f"{n}: {reasons[i].removeprefix(n).strip(' .')}." for i, n in names.items()]
 
 
 def held_out(images: Sequence[str], fraction: float, seed: int) -> tuple[Index, Index]:
