@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import shlex
 from collections import Counter
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
@@ -173,6 +174,40 @@ def prepare(
     lost = len(train) + len(test) - len(data.train) - len(data.test)
     left = f", {lost:,} unreadable ones left out" if lost else ""
     screen.print(f"Ready: {len(data.train):,} training and {len(data.test):,} test images{left}.")
+
+
+def init(
+    path: Annotated[
+        Path,
+        typer.Argument(
+            metavar="FOLDER",
+            callback=usable,
+            help="Folder with a table of images, the table itself, or a file of features.",
+        ),
+    ],
+    out: Annotated[
+        Path | None,
+        typer.Option("--out", "-o", callback=usable, help="The config file; by default NAME.toml."),
+    ] = None,
+    force: Annotated[
+        bool, typer.Option("--force", metavar="", help="Write over a file that is there.")
+    ] = False,
+) -> None:
+    """Look at data of your own and write a commented config file that fits them.
+
+    Example: `fedharmony init photos/` writes photos.toml; `fedharmony run photos.toml` trains.
+    """
+    from fedharmony.experiments.init import propose, refuse_overwriting, save
+
+    file = out or Path(f"{path.resolve().stem}.toml")
+    refuse_overwriting(file, force)
+    found = propose(path)
+    save(found, file, force)
+    screen = console(highlight=False)
+    screen.print(found.seen, soft_wrap=True)
+    screen.print(f"Written: {file}. Read it, change what you like, and go on with", soft_wrap=True)
+    for command in ("partition", "run"):
+        screen.print(f"  fedharmony {command} {shlex.quote(str(file))}", soft_wrap=True)
 
 
 def partition(

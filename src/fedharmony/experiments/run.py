@@ -37,6 +37,7 @@ from fedharmony.engine.sampling import cohort_size, draw_schedule, gathered_roun
 from fedharmony.errors import CheckpointError, ConfigError, FedHarmonyError, Stopped
 from fedharmony.experiments.binding import Binding, bind
 from fedharmony.experiments.folder import EventLog, RunFolder, Saved, environment, jsonable
+from fedharmony.experiments.outlook import scratch_warning, time_warning
 from fedharmony.experiments.settings import CENTRAL_METHOD, EngineSettings, Settings
 from fedharmony.files import refuse_if_held
 from fedharmony.methods.base import Method, Task, methods
@@ -642,6 +643,8 @@ def _rounds(assembly: Assembly, folder: RunFolder, saved: Saved, observe: Observ
         observe({"event": "progress", "round": round, "done": done, "total": total})
 
     record(start_event(assembly, first))
+    for warning in outlook(assembly, first):
+        logger.warning(warning)
     state = saved.state.to(assembly.device)
     try:
         state = assembly.federation(memory, tick).run(state, first, record, after_round)
@@ -698,6 +701,27 @@ def start_event(assembly: Assembly, first: int) -> Event:
         "graphs": assembly.means.graphs,
         "resumed_at": first or None,
     }
+
+
+def outlook(assembly: Assembly, first: int) -> list[str]:
+    """What should be known before round ``first`` begins."""
+    settings, model, data = assembly.settings, assembly.model, assembly.data
+    weights = getattr(settings.model.own, "weights", None)
+    warnings = [scratch_warning(model, weights, len(data.train))]
+    if assembly.device.type == "cpu":
+        left = [assembly.clients[k] for cohort in assembly.schedule[first:] for k in cohort]
+        evaluations = math.ceil(len(assembly.schedule[first:]) / settings.run.eval_every)
+        warnings.append(
+            time_warning(
+                model,
+                {**assembly.parameters[0], **assembly.parameters[1]},
+                data.train.images.shape,
+                settings.train.batch_size,
+                assembly.training.epochs * sum(map(len, left)),
+                evaluations * len(data.test),
+            )
+        )
+    return [warning for warning in warnings if warning and crew().leads]
 
 
 def matrices(assembly: Assembly, state: Record, structure: StructureResult) -> Tensors:
