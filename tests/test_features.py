@@ -117,6 +117,18 @@ def test_arff(tmp_path: Path, text: str) -> None:
     assert known.count(False) == 1
 
 
+def test_words_are_features_of_arff(tmp_path: Path) -> None:
+    """In a bag of words "user" and "split" are words like others, unless the settings name them."""
+    head = "".join(f"@attribute {name} {{0,1}}\n" for name in ("user", "split", "label_a"))
+    text = f"@relation r\n{head}@data\n{{0 1}}\n{{1 1, 2 1}}\n{{2 1}}\n"
+    data = source(write(tmp_path, "a.arff", text)).load()
+    assert data.train.images.shape == (2,)
+    assert data.train.users is None
+    owned = source(tmp_path / "a.arff", user="user").load()
+    assert owned.train.images.shape == (1,)
+    assert owned.train.users is not None
+
+
 def test_labels_of_arff(tmp_path: Path) -> None:
     """Settings come first, then MULAN's XML file, then the relation's name."""
     path = write(tmp_path, "a.arff", DENSE.replace("?", "1"))

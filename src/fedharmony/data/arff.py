@@ -25,6 +25,8 @@ class Sheet(NamedTuple):
         rows: Behind the header.
         labels: Names of label columns; empty where nothing says so.
         label_count: Number of label columns at the start or, if negative, at the end; 0 if unknown.
+        speaking: Whether a column called id, user or split is one. In ARFF, a feature often is a
+            word of a text, and then "user" and "split" are words like others.
     """
 
     where: str
@@ -32,6 +34,7 @@ class Sheet(NamedTuple):
     rows: Iterator[Row]
     labels: tuple[str, ...] = ()
     label_count: int = 0
+    speaking: bool = True
 
 
 _NAME = r"""'(?:[^'\\]|\\.)*'|"(?:[^"\\]|\\.)*"|[^\s{]+"""
@@ -55,7 +58,8 @@ def read_arff(data: bytes, where: str) -> Sheet:
     for number, line in full:
         word = line.split(None, 1)[0].lower()
         if word == "@data":
-            return Sheet(where, names, _arff_rows(full, len(names), where), (), count)
+            rows = _arff_rows(full, len(names), where)
+            return Sheet(where, names, rows, label_count=count, speaking=False)
         if word == "@relation":
             count = int(found[1]) if (found := _MEKA.search(line)) else 0
         elif word == "@attribute" and (match := _ATTRIBUTE.match(line)):

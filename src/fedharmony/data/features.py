@@ -12,8 +12,9 @@ One file holds one sample per row. Four forms are read, told apart by the ending
 ==========  =======================================================================================
 
 A column ``user`` (or ``client``) gives the natural clients, ``split`` the test samples and ``id`` a
-name of each sample. All other columns are features: numbers, none missing. An empty label (``?`` in
-ARFF) is unknown. What is not understood is refused with its line and column.
+name of each sample; in ARFF only where the settings say so, because such names are often words of a
+text there. All other columns are features: numbers, none missing. An empty label (``?`` in ARFF) is
+unknown. What is not understood is refused with its line and column.
 """
 
 from __future__ import annotations
@@ -22,8 +23,9 @@ import io
 import zipfile
 from array import array
 from collections import Counter
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
+from operator import itemgetter
 from typing import Annotated, Any, Literal, TypeAlias
 
 import numpy as np
@@ -217,10 +219,10 @@ class Features(Source):
                 f"{where}, column {names.index('') + 1} has no name. Name or remove it; pandas "
                 "leaves out the row numbers with index=False."
             )
+        usual = {"id": ID_COLUMNS, "user": USER_COLUMNS, "split": SPLIT_COLUMNS}
         roles = {
-            "id": self._column("id", kept, ID_COLUMNS, where),
-            "user": self._column("user", kept, USER_COLUMNS, where),
-            "split": self._column("split", kept, SPLIT_COLUMNS, where),
+            role: self._column(role, kept, names if sheet.speaking else (), where)
+            for role, names in usual.items()
         }
         free = [name for name in kept if name not in roles.values()]
         classes = self._classes(sheet, free)
@@ -229,18 +231,18 @@ class Features(Source):
             raise DataError(f"{where} has no feature column: all of them are labels.")
         place = {name: i for i, name in enumerate(names)}
         at = {role: place[name] for role, name in roles.items() if name is not None}
-        values, labels = array("d"), bytearray()
+        values, labels = array("f"), bytearray()
         ids: dict[str, str] = {}
         texts: dict[str, list[str]] = {role: [] for role in at}
-        x, y = [place[name] for name in features], [place[name] for name in classes]
+        x, y = _picker([place[n] for n in features]), _picker([place[n] for n in classes])
         for row in sheet.rows:
             try:
                 if len(row.cells) != len(names):
                     raise RowError(
                         f"there are {len(row.cells):,} cells below {len(names):,} columns."
                     )
-                values.extend(_numbers([row.cells[i] for i in x], features))
-                labels += _label_values([row.cells[i] for i in y], list(classes))
+                values.extend(_numbers(x(row.cells), features))
+                labels += _label_values(y(row.cells), list(classes))
                 for role, i in at.items():
                     texts[role].append(self._text(role, row, row.cells[i], ids))
             except RowError as problem:
@@ -251,7 +253,7 @@ class Features(Source):
             where,
             tuple(features),
             tuple(classes.values()),
-            np.frombuffer(values, np.float64).astype(np.float32).reshape(-1, len(features)),
+            np.frombuffer(values, np.float32).reshape(-1, len(features)),
             np.frombuffer(labels, np.uint8).reshape(-1, len(classes)),
             tuple(texts["id"]) if "id" in texts else None,
             np.array(texts["user"]) if "user" in texts else None,
@@ -449,10 +451,22 @@ def refuse_coarse(samples: Samples) -> None:
 # Cells --------------------------------------------------------------------------------------------
 
 
-def _numbers(cells: list[str], names: Sequence[str]) -> list[float]:
+def _picker(places: list[int]) -> Callable[[list[str]], Sequence[str]]:
+    """What takes the cells at ``places`` out of a row.
+
+    >>> _picker([2, 0])(["a", "b", "c"]), _picker([1])(["a", "b", "c"])
+    (('c', 'a'), ('b',))
+    """
+    if len(places) == 1:
+        return lambda cells: (cells[places[0]],)
+    pick: Callable[[list[str]], Sequence[str]] = itemgetter(*places)
+    return pick
+
+
+def _numbers(cells: Sequence[str], names: Sequence[str]) -> list[float]:
     """The features of a row."""
     try:
-        numbers = [float(cell) for cell in cells]
+        numbers = list(map(float, cells))
     except ValueError:
         numbers = []
     # A sum is finite if no part is NaN or infinite; then comparisons mean what they say.
@@ -477,7 +491,7 @@ def _numbers(cells: list[str], names: Sequence[str]) -> list[float]:
     return numbers
 
 
-def _label_values(cells: list[str], names: Sequence[str]) -> bytes:
+def _label_values(cells: Sequence[str], names: Sequence[str]) -> bytes:
     """The labels of a row."""
     try:
         return bytes(map(CELLS.__getitem__, cells))
