@@ -139,6 +139,8 @@ def test_labels_of_arff(tmp_path: Path) -> None:
     other = write(tmp_path, "other.xml", XML.replace("dog", "cat"))
     write(tmp_path, "a.xml", XML)
     assert source(path).load().classes == ("dog",)
+    train = write(tmp_path, "a-train.arff", path.read_bytes())
+    assert source(train).load().classes == ("dog",)
     assert source(path, label_file=str(other)).load().classes == ("cat",)
     first = write(tmp_path, "b.arff", DENSE.replace("-C -2", "-C 2").replace("?", "1"))
     assert "'height' holds '1.5', which is not 0, 1 or empty" in told(first)

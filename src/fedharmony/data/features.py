@@ -26,6 +26,7 @@ from collections import Counter
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from operator import itemgetter
+from pathlib import Path
 from typing import Annotated, Any, Literal, TypeAlias
 
 import numpy as np
@@ -84,7 +85,7 @@ class Features(Source):
             label_count: Else, how many columns are labels.
             label_side: Whether these are the columns at the "end" or at the "start".
             label_file: With ARFF, MULAN's XML file of labels; empty for the one beside it if there
-                is one.
+                is one (x.xml for x.arff, x-train.arff and x-test.arff).
             id: The column with the name of a sample; empty for "id" if there is one.
             user: The column with its owner; empty for "user" or "client" if there is one.
             split: The column that tells training from test samples; empty for "split" or
@@ -195,9 +196,8 @@ class Features(Source):
             return self._of_arrays(_arrays(data, where), where)
         if form == ".arff":
             sheet = read_arff(data, where)
-            labels = self.config.label_file or str(file.with_suffix(".xml"))
-            if self.config.label_file or is_file(labels):
-                sheet = sheet._replace(labels=labels_of_xml(labels))
+            if found := self.config.label_file or _list_beside(file):
+                sheet = sheet._replace(labels=labels_of_xml(found))
         else:
             rows = (csv_rows if form == ".csv" else parquet_rows)(data, where)
             header = next(rows, None)
@@ -545,6 +545,13 @@ def _arrays(data: bytes, where: str) -> dict[str, npt.NDArray[Any]]:
             f"{nearest(unknown[0], ARRAYS)}"
         )
     return arrays
+
+
+def _list_beside(file: Path) -> str | None:
+    """MULAN's list of labels beside a file: ``x.xml`` for ``x.arff``, and for ``x-train.arff``."""
+    names = (file.stem, file.stem.removesuffix("-train").removesuffix("-test"))
+    found = [str(file.with_name(f"{name}.xml")) for name in names]
+    return next(filter(is_file, found), None)
 
 
 def _is_flat(values: Values) -> bool:
