@@ -171,7 +171,8 @@ def save(folder: Path, values: Mapping[str, Any]) -> Path:
 
 def test_npz(tmp_path: Path) -> None:
     known = np.array([[1, 1], [1, 0], [1, 1]])
-    more = {"known": known, "ids": ["a", "b", "c"], "users": [7, 7, 8], "classes": ["cat", "dog"]}
+    more = {"Y": np.array([[1, 0], [0, -1], [1, 1]])}  # what is unknown may be anything
+    more |= {"known": known, "ids": ["a", "b", "c"], "users": [7, 7, 8], "classes": ["cat", "dog"]}
     path = save(tmp_path, arrays(**more, split=["train", "train", "test"], features=["h", "w"]))
     data = source(path).load()
     assert data.classes == ("cat", "dog")

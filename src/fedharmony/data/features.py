@@ -210,27 +210,16 @@ class Features(Source):
 
     def _of_rows(self, sheet: Sheet) -> Samples:
         """The samples of a table."""
-        config, names, where = self.config, sheet.names, sheet.where
-        kept = [name for name in names if name not in config.ignore]
-        if (twice := _repeated(kept)) is not None:
-            raise DataError(f"{where} has two columns {twice!r}. Rename or remove one.")
-        if "" in kept:
-            raise DataError(
-                f"{where}, column {names.index('') + 1} has no name. Name or remove it; pandas "
-                "leaves out the row numbers with index=False."
-            )
-        usual = {"id": ID_COLUMNS, "user": USER_COLUMNS, "split": SPLIT_COLUMNS}
-        roles = {
-            role: self._column(role, kept, names if sheet.speaking else (), where)
-            for role, names in usual.items()
-        }
+        names, where = sheet.names, sheet.where
+        kept = self._kept(sheet)
+        roles = self._roles(sheet, kept)
         free = [name for name in kept if name not in roles.values()]
         classes = self._classes(sheet, free)
         features = [name for name in free if name not in classes]
         if not features:
             raise DataError(f"{where} has no feature column: all of them are labels.")
         place = {name: i for i, name in enumerate(names)}
-        at = {role: place[name] for role, name in roles.items() if name is not None}
+        at = {role: place[name] for role, name in roles.items()}
         values, labels = array("f"), bytearray()
         ids: dict[str, str] = {}
         texts: dict[str, list[str]] = {role: [] for role in at}
@@ -260,23 +249,38 @@ class Features(Source):
             texts.get("split"),
         )
 
-    def _column(
-        self, setting: str, names: Sequence[str], usual: Sequence[str], where: str
-    ) -> str | None:
-        """The column of an id, user or split, if there is one."""
-        named = getattr(self.config, setting)
-        found = [named] if named else [name for name in usual if name in names]
-        if len(found) > 1:
+    def _kept(self, sheet: Sheet) -> list[str]:
+        """The columns that are not passed over; each must have a name of its own."""
+        kept = [name for name in sheet.names if name not in self.config.ignore]
+        if (twice := _repeated(kept)) is not None:
+            raise DataError(f"{sheet.where} has two columns {twice!r}. Rename or remove one.")
+        if "" in kept:
             raise DataError(
-                f"{where} has columns {' and '.join(found)}. Set data.{setting} to one of them and "
-                "name the other in data.ignore."
+                f"{sheet.where}, column {sheet.names.index('') + 1} has no name. Name or remove "
+                "it; pandas leaves out the row numbers with index=False."
             )
-        if named and named not in names:
-            raise DataError(
-                f"{where} has no column {named!r}, which data.{setting} asks for. "
-                f"{nearest(named, names)}"
-            )
-        return found[0] if found else None
+        return kept
+
+    def _roles(self, sheet: Sheet, kept: Sequence[str]) -> dict[str, str]:
+        """The columns of ids, users and splits, as far as there are any."""
+        usual = {"id": ID_COLUMNS, "user": USER_COLUMNS, "split": SPLIT_COLUMNS}
+        roles: dict[str, str] = {}
+        for role, names in usual.items():
+            named = getattr(self.config, role)
+            if named and named not in kept:
+                raise DataError(
+                    f"{sheet.where} has no column {named!r}, which data.{role} asks for. "
+                    f"{nearest(named, kept)}"
+                )
+            guessed = [name for name in names if name in kept and sheet.speaking]
+            if len(found := [named] if named else guessed) > 1:
+                raise DataError(
+                    f"{sheet.where} has columns {' and '.join(found)}. Set data.{role} to one of "
+                    "them and name the other in data.ignore."
+                )
+            if found:
+                roles[role] = found[0]
+        return roles
 
     def _classes(self, sheet: Sheet, free: Sequence[str]) -> dict[str, str]:
         """The label columns and the classes that they stand for."""
