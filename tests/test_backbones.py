@@ -200,7 +200,7 @@ def test_features_and_tokens_are_timms_own(architecture: str, size: int) -> None
     images = torch.randn(2, 3, 3, size, size, generator=torch.Generator().manual_seed(0))
     features, tokens = backbone.features(whole, images), backbone.tokens(whole, images)
     assert features.shape == (2, 3, backbone.width)
-    assert tokens.shape == (2, 3, backbone.patches, backbone.width)
+    assert tokens.shape == (2, 3, backbone.class_tokens + backbone.patches, backbone.width)
     module = backbone.module
     own = {n.removeprefix(PREFIX): t for n, t in {**other, **backbone.init_buffers()}.items()}
     assert not module.load_state_dict(own, strict=False).missing_keys

@@ -399,7 +399,7 @@ def voc2007(tmp_path_factory: pytest.TempPathFactory) -> Path:
         ("voc", "DATA", ["data.year=2007"], ["data.year=2007", "KEY=VALUE"]),
         ("voc", "DATA", ["image_size=0"], ["data.image_size = 0", "greater than or equal to 1"]),
         ("vok", "DATA", [], ["no dataset 'vok'", "Did you mean 'voc'"]),
-        ("digits", "DATA", [], ["'digits'", "not read from image files"]),
+        ("digits", "DATA", [], ["'digits'", "not read from files"]),
         ("coco", "DATA", [], ["annotations/instances_train2014.json", "cocodataset.org"]),
         ("flair", "DATA", [], ["labels_and_metadata.json", "apple/ml-flair"]),
         ("table", "DATA", [], ["data.table", ".csv or .parquet"]),

@@ -404,11 +404,14 @@ def test_parquet_images_are_read_in_any_order_with_little_memory(
     assert len(files._recent) == 3
 
 
-@pytest.mark.parametrize(("package", "write"), [("h5py", "ml-flair"), ("pyarrow", "parquet")])
+@pytest.mark.parametrize(
+    ("package", "write", "extra"),
+    [("h5py", "ml-flair", "flair"), ("pyarrow", "parquet", "parquet")],
+)
 def test_a_missing_package_is_named(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, package: str, write: str
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, package: str, write: str, extra: str
 ) -> None:
     path = FORMS[write](tmp_path / "data")
     monkeypatch.setitem(sys.modules, package, None)
-    with pytest.raises(DataError, match=rf'{package}.*pip install "fedharmony\[flair\]"'):
+    with pytest.raises(DataError, match=rf'{package}.*pip install "fedharmony\[{extra}\]"'):
         source(path).annotations()

@@ -1,6 +1,9 @@
 """Tables of the user's own images: both ways to write labels, splits, users, and bad input."""
 
+import difflib
 import io
+import os
+import re
 import sys
 from collections.abc import Sequence
 from pathlib import Path
@@ -16,6 +19,7 @@ from PIL import Image
 from fedharmony.config import build
 from fedharmony.data import datasets
 from fedharmony.data import table as tables
+from fedharmony.data.check import look_alikes
 from fedharmony.data.table import JoinedCells, Table, held_out, held_out_users
 from fedharmony.errors import ConfigError, DataError
 
@@ -363,7 +367,7 @@ def test_damaged_parquet(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Non
     (tmp_path / "t.parquet").write_bytes(b"PAR1 and no more")
     refuse(tmp_path, r"t\.parquet is not a Parquet file, or is damaged")
     monkeypatch.setitem(sys.modules, "pyarrow", None)
-    refuse(tmp_path, r't\.parquet needs the package pyarrow.*pip install "fedharmony\[flair\]"')
+    refuse(tmp_path, r't\.parquet needs the package pyarrow.*pip install "fedharmony\[parquet\]"')
 
 
 def test_a_wrong_parquet_row_is_named(tmp_path: Path) -> None:
@@ -458,3 +462,74 @@ def test_more_pairs_than_a_matrix_can_have(tmp_path: Path, monkeypatch: pytest.M
     monkeypatch.setattr(tables, "MOST_CELLS", 5)
     with pytest.raises(DataError, match="3 different labels for 4 images"):
         source(write(tmp_path, JOINED)).annotations()
+
+
+# The check ----------------------------------------------------------------------------------------
+
+
+def test_check_says_what_is_there(tmp_path: Path) -> None:
+    """Three of four images train, of two users; of the 3 · 4 labels, those of b/3 are unknown."""
+    found = source(write(tmp_path, JOINED)).check()
+    assert found.ok
+    assert [(c.name, c.train, c.test) for c in found.classes] == [
+        ("cat", 1, 0),
+        ("dog", 0, 1),
+        ("tree", 1, 0),
+    ]
+    facts = dict(found.facts)
+    assert (facts["training images"], facts["test images"]) == ("3", "1")
+    assert facts["clients"] == "2, with 1 to 2 training images; 1 more in the test part only"
+    assert facts["unknown labels"] == "25.0 % (3 of 12)"
+    assert found.doubts == (
+        "Nothing in the training part has: dog.",
+        "Nothing in the test part has: cat, tree.",
+    )
+
+
+def test_check_decodes_every_image(tmp_path: Path) -> None:
+    """100 images, more than a sample: each one that is missing, damaged or a pipe is named."""
+    names = [f"{i}.png" for i in range(100)]
+    table = "image,labels\n" + "".join(f"{name},circle\n" for name in names)
+    write(tmp_path, table, names)
+    told: list[tuple[int, int]] = []
+    assert source(tmp_path).check(lambda *seen: told.append(seen)).ok
+    assert told == [(80, 80), (20, 20)]
+    for name in ("17.png", "43.png"):
+        (tmp_path / name).unlink()
+    os.mkfifo(tmp_path / "43.png")
+    (tmp_path / "71.png").write_bytes(png(1)[:40])
+    found = source(tmp_path).check()
+    assert not found.ok
+    assert sum(line.found for line in found.lines) == 97
+    said = "\n".join(found.faults)
+    assert f"{tmp_path / '17.png'}: there is no such file." in said
+    assert f"{tmp_path / '43.png'}: cannot be read: it is a pipe, socket or device" in said
+    assert re.search(r"71\.png: .+", said)
+    assert len(found.faults) == 3
+
+
+@pytest.mark.parametrize(("sign", "ok"), [("|", True), (";", False), (",", False)])
+def test_check_finds_a_wrong_separator(tmp_path: Path, sign: str, ok: bool) -> None:
+    cells = [f'"cat{sign}dog"', f'"dog{sign}tree"', '"tree"', '"cat"']
+    rows = "".join(f"{image},{cell}\n" for image, cell in zip(IMAGES, cells, strict=True))
+    found = source(write(tmp_path, "image,labels\n" + rows)).check()
+    assert found.ok == ok
+    assert any("Between labels the table needs '|'" in fault for fault in found.faults) != ok
+
+
+def test_check_finds_names_that_look_alike(tmp_path: Path) -> None:
+    rows = "".join(f"{image},circle\n" for image in IMAGES[:3]) + f"{IMAGES[3]},cirlce\n"
+    found = source(write(tmp_path, "image,labels\n" + rows)).check()
+    assert found.ok
+    assert "Classes 'circle' (3) and 'cirlce' (1) look alike" in found.doubts[0]
+
+
+@given(st.lists(st.text("abcABC1", min_size=1, max_size=6), unique=True, max_size=8))
+def test_names_that_look_alike_against_difflib(names: list[str]) -> None:
+    def alike(a: str, b: str) -> bool:
+        plain = [re.sub(r"\d+", "0", name) for name in (a, b)]
+        ratio = difflib.SequenceMatcher(None, b.casefold(), a.casefold()).ratio()
+        return plain[0] != plain[1] and ratio >= 0.8
+
+    pairs = [(a, b) for i, a in enumerate(names) for b in names[i + 1 :] if alike(a, b)]
+    assert look_alikes(names) == pairs

@@ -211,7 +211,7 @@ def test_images_are_the_same_transformed_now_or_when_read(device: str) -> None:
 
 def test_what_does_not_fit_is_refused() -> None:
     colour, plain = (TensorImages(torch.zeros(2, c, 4, 4, dtype=torch.uint8)) for c in (3, 1))
-    with pytest.raises(DataError, match="have 1 channels"):
+    with pytest.raises(DataError, match=r"have the shape \(1, 4, 4\)"):
         TransformedImages(plain, ["none"], np.zeros(2, np.int64))
     with pytest.raises(DataError, match="transforms for 3 images, but 2 images"):
         TransformedImages(colour, ["none"], np.zeros(3, np.int64))

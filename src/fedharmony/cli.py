@@ -28,7 +28,7 @@ from rich.table import Table
 from rich.text import Text
 
 import fedharmony
-from fedharmony.cli_data import data_app, models_app, partition, usable
+from fedharmony.cli_data import data_app, init, models_app, partition, usable
 from fedharmony.errors import ClientLimitError, ConfigError, FedHarmonyError, Stopped
 from fedharmony.reading import is_folder
 from fedharmony.registry import load_plugins
@@ -516,6 +516,7 @@ def list_components(kind: Kind, plugin: Plugins = None) -> None:
     console().print(table)
 
 
+app.command()(init)
 app.command()(partition)
 app.add_typer(data_app, name="data")
 app.add_typer(models_app, name="models")

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import shlex
 from collections import Counter
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
@@ -19,7 +20,8 @@ from fedharmony.registry import load_plugins
 from fedharmony.terminal import console, say
 
 if TYPE_CHECKING:
-    from fedharmony.data.file_source import FileSource
+    from fedharmony.data.base import Source
+    from fedharmony.data.check import Check
     from fedharmony.partition.base import Partition
     from fedharmony.partition.report import SplitReport
 
@@ -29,7 +31,8 @@ data_app = typer.Typer(
 models_app = typer.Typer(no_args_is_help=True, help="Weights of pre-trained models.")
 
 Name = Annotated[
-    str, typer.Argument(metavar="NAME", help="voc, coco, flair or table (fedharmony list datasets)")
+    str,
+    typer.Argument(metavar="NAME", help="voc, coco, flair, table or features."),
 ]
 Place = Annotated[Path, typer.Argument(metavar="PATH", help="Folder or archive with the data.")]
 Changes = Annotated[
@@ -46,17 +49,17 @@ def usable(given: Any) -> Any:
     return given
 
 
-def source(name: str, path: Path, changes: Sequence[str] | None) -> FileSource:
+def source(name: str, path: Path, changes: Sequence[str] | None) -> Source:
     """The loader of a data set on disk, with its settings checked."""
     from fedharmony.config import build, parse_override
+    from fedharmony.config import keys as settings_of
     from fedharmony.data.base import datasets
-    from fedharmony.data.file_source import FileSource
 
     cls = datasets[name]
-    if not issubclass(cls, FileSource):
+    if "path" not in settings_of(cls.Config):
         raise DataError(
-            f"Data set {name!r} is not read from image files, so there is nothing to check and "
-            "nothing to decode."
+            f"Data set {name!r} is not read from files, so there is nothing to check and nothing "
+            "to decode."
         )
     values: dict[str, Any] = {"path": str(path)}
     for text in changes or ():
@@ -68,7 +71,7 @@ def source(name: str, path: Path, changes: Sequence[str] | None) -> FileSource:
 
 
 @contextmanager
-def decoding(quiet: bool) -> Iterator[Callable[[int, int], None]]:
+def decoding(quiet: bool = False) -> Iterator[Callable[[int, int], None]]:
     """A progress bar on a terminal, visible only while images are decoded."""
     screen = console(stderr=True)
     columns = (TextColumn("decoding"), BarColumn(), MofNCompleteColumn(), TimeRemainingColumn())
@@ -92,18 +95,48 @@ def check(name: Name, path: Place, changes: Changes = None) -> None:
 
     Exit code 0: all is there; 1: something is missing or differs; 2: the data cannot be read.
     """
-    found = source(name, path, changes).check()
-    table = Table(box=None, pad_edge=False)
-    for heading in ("", "expected", "found", ""):
-        table.add_column(heading, justify="right" if heading else "left")
-    for line in found.lines:
-        mark, style = ("", None) if line.ok else ("differs", "bold red")
-        table.add_row(line.what, f"{line.expected:,}", f"{line.found:,}", mark, style=style)
+    with decoding() as progress:
+        found = source(name, path, changes).check(progress)
     screen = console(highlight=False)
-    screen.print(table)
+    for table in check_tables(found):
+        screen.print(table)
+    for words, sentences, style in (
+        ("Look at this: ", found.doubts, "yellow"),
+        ("", found.faults, "bold red"),
+    ):
+        for sentence in sentences:
+            screen.print(words + sentence, style=style, soft_wrap=True)
     screen.print(found.advice, soft_wrap=True)
     if not found.ok:
         raise typer.Exit(1)
+
+
+def check_tables(found: Check) -> Iterator[Table]:
+    """Classes with counts, facts, and figures beside what they should be, where there are any."""
+    if found.classes:
+        table = _columns("class", "training", "test")
+        for count in found.classes:
+            table.add_row(count.name, f"{count.train:,}", f"{count.test:,}")
+        yield table
+    if found.facts:
+        table = Table(box=None, pad_edge=False, show_header=False)
+        for fact in found.facts:
+            table.add_row(*fact)
+        yield table
+    if found.lines:
+        table = _columns("", "expected", "found", "")
+        for line in found.lines:
+            mark, style = ("", None) if line.ok else ("differs", "bold red")
+            table.add_row(line.what, f"{line.expected:,}", f"{line.found:,}", mark, style=style)
+        yield table
+
+
+def _columns(first: str, *others: str) -> Table:
+    table = Table(box=None, pad_edge=False)
+    table.add_column(first)
+    for heading in others:
+        table.add_column(heading, justify="right" if heading else "left")
+    return table
 
 
 @data_app.command()
@@ -121,10 +154,13 @@ def prepare(
 
     A run does the same by itself when it finds no cache.
     """
+    from fedharmony.data.annotations import FileSource
     from fedharmony.data.cache import Resize
     from fedharmony.data.derived import in_bytes
 
     loader = source(name, path, changes)
+    if not isinstance(loader, FileSource):
+        raise DataError(f"Data set {name!r} has no images, so there is nothing to decode.")
     side = loader.config.image_size
     content = loader.annotations()
     _, train, test = content
@@ -138,6 +174,40 @@ def prepare(
     lost = len(train) + len(test) - len(data.train) - len(data.test)
     left = f", {lost:,} unreadable ones left out" if lost else ""
     screen.print(f"Ready: {len(data.train):,} training and {len(data.test):,} test images{left}.")
+
+
+def init(
+    path: Annotated[
+        Path,
+        typer.Argument(
+            metavar="FOLDER",
+            callback=usable,
+            help="Folder with a table of images, the table itself, or a file of features.",
+        ),
+    ],
+    out: Annotated[
+        Path | None,
+        typer.Option("--out", "-o", callback=usable, help="The config file; by default NAME.toml."),
+    ] = None,
+    force: Annotated[
+        bool, typer.Option("--force", metavar="", help="Write over a file that is there.")
+    ] = False,
+) -> None:
+    """Look at data of your own and write a commented config file that fits them.
+
+    Example: `fedharmony init photos/` writes photos.toml; `fedharmony run photos.toml` trains.
+    """
+    from fedharmony.experiments.init import propose, refuse_overwriting, save
+
+    file = out or Path(f"{path.resolve().stem}.toml")
+    refuse_overwriting(file, force)
+    found = propose(path)
+    save(found, file, force)
+    screen = console(highlight=False)
+    screen.print(found.seen, soft_wrap=True)
+    screen.print(f"Written: {file}. Read it, change what you like, and go on with", soft_wrap=True)
+    for command in ("partition", "run"):
+        screen.print(f"  fedharmony {command} {shlex.quote(str(file))}", soft_wrap=True)
 
 
 def partition(

@@ -1,9 +1,10 @@
-"""What a data set is: images that stay uint8, and a label matrix that needs no image.
+"""What a data set is: images or feature vectors as they are, and a label matrix that needs neither.
 
 A loader is one class in one file, registered in :data:`datasets`; its ``load`` gives a
 :class:`DataSet`. Splitting and reporting read only ``labels``; training asks for pixels through
 :meth:`Images.gather`, which an in-memory tensor, a tensor on the device and a memory-mapped cache
-can all answer.
+can all answer. Inputs are arrays of one shape and type: images are uint8 (channels, height, width),
+feature vectors float32 (width,). Both are called images wherever the difference does not matter.
 """
 
 from __future__ import annotations
@@ -19,6 +20,7 @@ import numpy.typing as npt
 import torch
 from torch import Tensor
 
+from fedharmony.data.check import Check, Tell
 from fedharmony.errors import DataError
 from fedharmony.registry import Registry
 from fedharmony.types import Index, Labels
@@ -27,15 +29,15 @@ datasets: Registry[type[Source]] = Registry("dataset", "fedharmony.data")
 
 
 class Images(Protocol):
-    """N images of one size, read by index."""
+    """N images of one size, or N feature vectors of one width, read by index."""
 
     def __len__(self) -> int:
         """The number of images N."""
         ...
 
     @property
-    def shape(self) -> tuple[int, int, int]:
-        """Channels, height and width of every image."""
+    def shape(self) -> tuple[int, ...]:
+        """Channels, height and width of every image; the width of every feature vector."""
         ...
 
     def gather(self, index: Tensor, device: torch.device | str) -> Tensor:
@@ -47,31 +49,35 @@ class Images(Protocol):
             device: Where the result lives.
 
         Returns:
-            uint8 ``(*index.shape, channels, height, width)``.
+            ``(*index.shape, *shape)``: uint8 for images, float32 for feature vectors.
         """
         ...
 
 
 class TensorImages:
-    """Images held in one uint8 tensor ``(N, channels, height, width)``.
+    """Images in one uint8 tensor ``(N, channels, height, width)``, or features ``(N, width)``.
 
     >>> images = TensorImages(torch.arange(12, dtype=torch.uint8).reshape(3, 1, 2, 2))
     >>> images.gather(torch.tensor([[2], [-1]]), "cpu").shape
     torch.Size([2, 1, 1, 2, 2])
     >>> images.gather(torch.tensor(2), "cpu").tolist()
     [[[8, 9], [10, 11]]]
+    >>> TensorImages(torch.tensor([[0.5, -1.0], [2.0, 3.5]])).gather(torch.tensor(1), "cpu")
+    tensor([2.0000, 3.5000])
     """
 
     def __init__(self, pixels: Tensor) -> None:
-        if pixels.dtype != torch.uint8 or pixels.ndim != 4:
+        if (pixels.dtype, pixels.ndim) not in ((torch.uint8, 4), (torch.float32, 2)):
             raise DataError(
-                "Images must be a uint8 tensor of shape (N, channels, height, width), got "
-                f"{pixels.dtype} of shape {tuple(pixels.shape)}. Convert them before wrapping."
+                "Images must be a uint8 tensor of shape (N, channels, height, width), and feature "
+                f"vectors a float32 tensor of shape (N, width); got {pixels.dtype} of shape "
+                f"{tuple(pixels.shape)}. Convert them before wrapping."
             )
         self.pixels = pixels
-        # Eight pixels at a time: a GPU copies by number, not by byte.
+        # Eight bytes at a time: a GPU copies by number, not by byte.
         flat = pixels.flatten(1)
-        whole = pixels.is_contiguous() and flat.shape[1] % 8 == 0 and flat.data_ptr() % 8 == 0
+        row = flat.shape[1] * flat.element_size()
+        whole = pixels.is_contiguous() and row % 8 == 0 and flat.data_ptr() % 8 == 0
         self._words = flat.view(torch.int64) if whole else flat
 
     def __len__(self) -> int:
@@ -79,10 +85,9 @@ class TensorImages:
         return len(self.pixels)
 
     @property
-    def shape(self) -> tuple[int, int, int]:
-        """Channels, height and width of every image."""
-        channels, height, width = self.pixels.shape[1:]
-        return channels, height, width
+    def shape(self) -> tuple[int, ...]:
+        """See :attr:`Images.shape`."""
+        return tuple(self.pixels.shape[1:])
 
     def to(self, device: torch.device | str) -> TensorImages:
         """The same images with the tensor on ``device``, so that ``gather`` copies nothing over."""
@@ -91,7 +96,7 @@ class TensorImages:
     def gather(self, index: Tensor, device: torch.device | str) -> Tensor:
         """See :meth:`Images.gather`; padding rows repeat image 0."""
         flat = index.to(self.pixels.device).reshape(-1).clamp(min=0)
-        rows = self._words.index_select(0, flat).view(torch.uint8)
+        rows = self._words.index_select(0, flat).view(self.pixels.dtype)
         return rows.reshape(*index.shape, *self.shape).to(device, non_blocking=True)
 
 
@@ -112,8 +117,8 @@ class SomeImages:
         return len(self.index)
 
     @property
-    def shape(self) -> tuple[int, int, int]:
-        """Channels, height and width of every image."""
+    def shape(self) -> tuple[int, ...]:
+        """See :attr:`Images.shape`."""
         return self.images.shape
 
     def gather(self, index: Tensor, device: torch.device | str) -> Tensor:
@@ -237,6 +242,15 @@ class Source(ABC):
     @abstractmethod
     def load(self) -> DataSet:
         """Read or build the data; raises :class:`DataError` when they are missing or damaged."""
+
+    def check(self, tell: Tell | None = None) -> Check:
+        """Look at data on disk, and say what is there and what is missing.
+
+        ``tell`` is called with the number of files looked at and of all.
+        """
+        raise DataError(
+            f"Data set {self.name!r} is not read from files, so there is nothing to check."
+        )
 
 
 def cache_folder() -> Path:

@@ -19,6 +19,7 @@ from annotated_types import Ge, Le
 from fedharmony.config import FilePath
 from fedharmony.data.base import DataSet, LabelledImages, Source, cache_folder
 from fedharmony.data.cache import Resize, ResizeMode, Unreadable, decode, decoded
+from fedharmony.data.check import Check, CheckLine, Tell
 from fedharmony.data.derived import in_bytes
 from fedharmony.data.tree import ImageFiles, Tree, TreeImages, open_tree
 from fedharmony.errors import DataError
@@ -63,38 +64,6 @@ class AnnotatedFiles:
     def __len__(self) -> int:
         """The number of images N."""
         return len(self.labels)
-
-
-@dataclass(frozen=True)
-class CheckLine:
-    """One figure of a check."""
-
-    what: str
-    expected: int
-    found: int
-
-    @property
-    def ok(self) -> bool:
-        """Whether what was found is what was expected."""
-        return self.expected == self.found
-
-
-@dataclass(frozen=True)
-class Check:
-    """The outcome of :meth:`FileSource.check`.
-
-    Attributes:
-        lines: Figures, expected and found.
-        advice: What to do next, in full sentences.
-    """
-
-    lines: tuple[CheckLine, ...]
-    advice: str
-
-    @property
-    def ok(self) -> bool:
-        """Whether every figure is as expected."""
-        return all(line.ok for line in self.lines)
 
 
 #: Class names, training part, test part.
@@ -212,7 +181,7 @@ class FileSource(Source):
     def refuse_missing(self, content: Content) -> None:
         """Tell about missing images before the others are decoded."""
         for part, data in (("training", content[1]), ("test", content[2])):
-            absent = _missing(data.files)
+            absent = missing_files(data.files)
             if absent and self.config.unreadable == "error":
                 names = _some([data.files.name(i) for i in absent])
                 raise DataError(
@@ -234,7 +203,7 @@ class FileSource(Source):
             known=None if data.known is None else data.known[kept],
         )
 
-    def check(self) -> Check:
+    def check(self, tell: Tell | None = None) -> Check:
         """Compare the data with the publisher's figures, and try some of the images.
 
         Raises:
@@ -247,7 +216,7 @@ class FileSource(Source):
             for what, expected in self.official_counts().items()
         ]
         for part, data in (("training", train), ("test", test)):
-            there = len(data) - len(_missing(data.files))
+            there = len(data) - len(missing_files(data.files))
             lines.append(CheckLine(f"{part} image files", len(data), there))
             sample = _sample(len(data))
             readable = sum(_readable(data.files, i) for i in sample)
@@ -265,7 +234,7 @@ class FileSource(Source):
         )
 
 
-def _missing(files: ImageFiles) -> list[int]:
+def missing_files(files: ImageFiles) -> list[int]:
     """Missing files, where asking is cheap."""
     return files.missing() if isinstance(files, TreeImages) else []
 

@@ -36,7 +36,18 @@ import numpy as np
 from annotated_types import Ge, Gt, Lt
 
 from fedharmony.data.base import datasets
-from fedharmony.data.file_source import AnnotatedFiles, FileSource
+from fedharmony.data.cache import Resize, decode
+from fedharmony.data.check import (
+    Check,
+    CheckLine,
+    Tell,
+    counts_of,
+    doubts_about,
+    facts_of,
+    failures,
+    wrong_separator,
+)
+from fedharmony.data.file_source import AnnotatedFiles, FileSource, missing_files
 from fedharmony.data.tree import Tree, open_tree
 from fedharmony.errors import ConfigError, DataError, nearest
 from fedharmony.rng import numpy_rng
@@ -65,12 +76,78 @@ CELLS = {
 }
 
 
+@dataclass(frozen=True)
+class Division:
+    """Settings that tell training from test rows.
+
+    Attributes:
+        train_split: The word for training images in the split column.
+        test_split: The word for test images there.
+        test_fraction: The share of images held out for testing where neither a split column nor a
+            second table says which.
+        hold_out: What is held out then: "users" with all their images, until the share is reached,
+            or single "images". Empty for users where the table has them.
+        seed: Seed of that choice.
+    """
+
+    train_split: str = "train"
+    test_split: str = "test"
+    test_fraction: Limited[float, Gt(0), Lt(1)] = 0.2
+    hold_out: Literal["", "users", "images"] = ""
+    seed: Limited[int, Ge(0)] = 0
+
+    def __post_init__(self) -> None:
+        """Refuse settings that contradict each other."""
+        if _split(self.train_split) == _split(self.test_split):
+            raise ConfigError(
+                f"train_split {self.train_split!r} and test_split {self.test_split!r} mean the "
+                "same; test images must not be trained on."
+            )
+
+    def word(self, cell: str) -> str:
+        """What a cell of the split column means."""
+        own = (self.train_split, self.test_split)
+        if cell not in SPLITS and cell not in own:
+            raise RowError(f"there is no split {cell!r}. {nearest(cell, {*SPLITS, *own})}")
+        return _split(cell)
+
+    def divide(
+        self,
+        where: str,
+        names: Sequence[str],
+        users: Sequence[str] | None,
+        words: Sequence[str] | None,
+    ) -> tuple[Index, Index]:
+        """The training and the test rows of a table, whose split column means ``words``."""
+        if words is None:
+            if users is None and self.hold_out == "users":
+                raise DataError(
+                    f'{where} has no column of users, but data.hold_out = "users". Name the column '
+                    "in data.user, or remove data.hold_out."
+                )
+            if users is None or self.hold_out == "images":
+                return held_out(names, self.test_fraction, self.seed)
+            return held_out_users(users, self.test_fraction, self.seed)
+        found = np.array(words)
+        train, test = (
+            np.flatnonzero(found == _split(word)) for word in (self.train_split, self.test_split)
+        )
+        for rows, setting in ((train, "train_split"), (test, "test_split")):
+            if not len(rows):
+                raise DataError(
+                    f"{where} has no image of split {getattr(self, setting)!r}. Mark some so, set "
+                    f"data.{setting} to another word, or name the split column in data.ignore to "
+                    "have test images held out at random."
+                )
+        return train, test
+
+
 @datasets.register("table")
 class Table(FileSource):
     """Images of your own, listed in a CSV or Parquet table with labels, users and split."""
 
     @dataclass(frozen=True)
-    class Config(FileSource.Config):
+    class Config(FileSource.Config, Division):
         """Where the table is, and what its columns mean.
 
         Attributes:
@@ -85,13 +162,6 @@ class Table(FileSource):
             classes: The classes in label order. Empty for all names, sorted, or with "columns" for
                 all columns that mean nothing else, in their order.
             ignore: Columns to pass over.
-            train_split: The word for training images in the split column.
-            test_split: The word for test images there.
-            test_fraction: The share of images held out for testing where neither a split column nor
-                a second table says which.
-            hold_out: What is held out then: "users" with all their images, until the share is
-                reached, or single "images". Empty for users where the table has them.
-            seed: Seed of that choice.
         """
 
         table: str = ""
@@ -103,19 +173,10 @@ class Table(FileSource):
         split: str = ""
         classes: tuple[str, ...] = ()
         ignore: tuple[str, ...] = ()
-        train_split: str = "train"
-        test_split: str = "test"
-        test_fraction: Limited[float, Gt(0), Lt(1)] = 0.2
-        hold_out: Literal["", "users", "images"] = ""
-        seed: Limited[int, Ge(0)] = 0
 
         def __post_init__(self) -> None:
             """Refuse settings that contradict each other."""
-            if _split(self.train_split) == _split(self.test_split):
-                raise ConfigError(
-                    f"train_split {self.train_split!r} and test_split {self.test_split!r} mean the "
-                    "same; test images must not be trained on."
-                )
+            super().__post_init__()
             if twice := _repeated(self.classes):
                 raise ConfigError(f"classes names {twice[0]!r} twice.")
 
@@ -142,7 +203,8 @@ class Table(FileSource):
             train = main.part(tree, np.arange(count), values[:count])
             test = second[0].part(tree, np.arange(len(second[0].images)), values[count:])
         else:
-            train, test = (main.part(tree, rows, values[rows]) for rows in self._divide(main))
+            divided = config.divide(main.where, main.images, main.users, main.splits)
+            train, test = (main.part(tree, rows, values[rows]) for rows in divided)
         for word, part in (("training", train), ("test", test)):
             if part.known is not None and not part.known.any():
                 raise DataError(
@@ -155,6 +217,29 @@ class Table(FileSource):
         """How to say that an image has none of the labels."""
         sign = repr(SEPARATOR) if self.config.format == "joined" else "0"
         return f"If the images have none of the labels, write {sign} instead."
+
+    def check(self, tell: Tell | None = None) -> Check:
+        """Say what the table holds, doubt names that look alike, and decode every image."""
+        classes, train, test = self.annotations()
+        counts = counts_of(classes, train, test)
+        lines, faults = [], []
+        if self.config.format == "joined" and (fault := wrong_separator(classes, SEPARATOR)):
+            faults.append(fault)
+        for word, part in (("training", train), ("test", test)):
+            faulty = image_faults(part, tell)
+            readable = len(part) - len(faulty)
+            lines.append(CheckLine(f"{word} images that can be read", len(part), readable))
+            faults += faulty
+        advice = self._advice(lines, len(train) + len(test))
+        if faults:
+            advice = (
+                "Correct the table or the files. Images that cannot be read are left out with "
+                'data.unreadable = "skip".'
+            )
+        facts = [("classes", f"{len(classes):,}"), *facts_of(train, test, "image")]
+        return Check(
+            tuple(lines), advice, tuple(facts), counts, doubts_about(counts), tuple(faults)
+        )
 
     def obtain(self) -> str:
         """What to prepare, and where it goes."""
@@ -230,7 +315,7 @@ class Table(FileSource):
                 raise RowError("the user is missing.")
             listing.users.append(cells[layout.user])
         if layout.split is not None and listing.splits is not None:
-            listing.splits.append(self._split_word(cells[layout.split]))
+            listing.splits.append(self.config.word(cells[layout.split]))
         labels.add([cells[column] for column in layout.labels])
 
     def _layout(self, header: list[str], labels: LabelCells, where: str) -> Layout:
@@ -289,38 +374,14 @@ class Table(FileSource):
             )
         return Layout(len(header), image, user, split, labelled)
 
-    def _split_word(self, cell: str) -> str:
-        own = (self.config.train_split, self.config.test_split)
-        if cell not in SPLITS and cell not in own:
-            raise RowError(f"there is no split {cell!r}. {nearest(cell, {*SPLITS, *own})}")
-        return _split(cell)
 
-    def _divide(self, listing: Listing) -> tuple[Index, Index]:
-        """The rows of training and of test images in a single table."""
-        if listing.splits is None:
-            fraction, seed = self.config.test_fraction, self.config.seed
-            if listing.users is None and self.config.hold_out == "users":
-                raise DataError(
-                    f'{listing.where} has no column of users, but data.hold_out = "users". Name '
-                    "the column in data.user, or remove data.hold_out."
-                )
-            if listing.users is None or self.config.hold_out == "images":
-                return held_out(listing.images, fraction, seed)
-            return held_out_users(listing.users, fraction, seed)
-        words = np.array(listing.splits)
-        train, test = (
-            np.flatnonzero(words == _split(word))
-            for word in (self.config.train_split, self.config.test_split)
-        )
-        for rows, setting in ((train, "train_split"), (test, "test_split")):
-            if not len(rows):
-                word = getattr(self.config, setting)
-                raise DataError(
-                    f"{listing.where} has no image of split {word!r}. Mark some so, set "
-                    f"data.{setting} to another word, or name the split column in data.ignore to "
-                    "have test images held out at random."
-                )
-        return train, test
+def image_faults(part: AnnotatedFiles, tell: Tell | None) -> list[str]:
+    """Every image of a part that is missing or cannot be decoded, by name."""
+    files, missing = part.files, set(missing_files(part.files))
+    found = failures(len(part), lambda i: i in missing or decode(files.read(i), Resize(1)), tell)
+    reasons = {**dict.fromkeys(missing, "there is no such file"), **found}
+    names = {i: files.name(i) for i in sorted(reasons)}
+    return [f"{n}: {reasons[i].removeprefix(n).strip(' .')}." for i, n in names.items()]
 
 
 def held_out(images: Sequence[str], fraction: float, seed: int) -> tuple[Index, Index]:
@@ -561,11 +622,12 @@ class ColumnCells:
 
 def _rows(tree: Tree, name: str) -> Iterator[Row]:
     """The header of a table and then its rows."""
-    read = _csv_rows if name.lower().endswith(".csv") else _parquet_rows
+    read = csv_rows if name.lower().endswith(".csv") else parquet_rows
     return read(tree.read(name), tree.locate(name))
 
 
-def _csv_rows(data: bytes, where: str) -> Iterator[Row]:
+def csv_rows(data: bytes, where: str) -> Iterator[Row]:
+    """The header of a CSV file and then its rows."""
     try:
         text = data.decode("utf-8-sig")
     except UnicodeDecodeError as error:
@@ -583,7 +645,8 @@ def _csv_rows(data: bytes, where: str) -> Iterator[Row]:
         raise DataError(f"{where}, line {reader.line_num}: {error}. Correct the table.") from None
 
 
-def _parquet_rows(data: bytes, where: str) -> Iterator[Row]:
+def parquet_rows(data: bytes, where: str) -> Iterator[Row]:
+    """The names of the columns of a Parquet file and then its rows."""
     with open_parquet(io.BytesIO(data), where) as file:
         yield Row(where, list(file.schema_arrow.names))
         number = 0
@@ -629,7 +692,7 @@ def optional_module(name: str, where: object) -> Any:
         package = name.partition(".")[0]
         raise DataError(
             f"Reading {where} needs the package {package}, which is not installed. Run: "
-            'pip install "fedharmony[flair]"'
+            f'pip install "fedharmony[{"parquet" if package == "pyarrow" else "flair"}]"'
         ) from error
 
 

@@ -192,10 +192,10 @@ class TransformedImages:
     def __init__(self, images: Images, names: Sequence[str], of_image: Index) -> None:
         """Wrap ``images``; image i is transformed by ``names[of_image[i]]``."""
         check_transforms(names)
-        if images.shape[0] != 3:
+        if len(images.shape) != 3 or images.shape[0] != 3:
             raise DataError(
-                f"Image transforms need red, green and blue, but these images have "
-                f"{images.shape[0]} channels. Leave out the transforms for this data set."
+                "Image transforms need red, green and blue, but the inputs of this data set have "
+                f"the shape {images.shape}. Leave out the transforms."
             )
         if len(of_image) != len(images):
             raise DataError(
@@ -210,8 +210,8 @@ class TransformedImages:
         return len(self.images)
 
     @property
-    def shape(self) -> tuple[int, int, int]:
-        """Channels, height and width of every image."""
+    def shape(self) -> tuple[int, ...]:
+        """See :attr:`~fedharmony.data.base.Images.shape`."""
         return self.images.shape
 
     def gather(self, index: Tensor, device: torch.device | str) -> Tensor:

@@ -97,7 +97,7 @@ class Trial:
         means: how to compute.
         device: where.
         batch_size: rows of a full batch.
-        image: channels, height and width.
+        image: shape of an input.
     """
 
     model: Model
@@ -105,7 +105,7 @@ class Trial:
     means: Means
     device: torch.device
     batch_size: int
-    image: tuple[int, int, int]
+    image: tuple[int, ...]
 
     def rule(self) -> StackRule:
         """The widths that fit into memory and fill the device."""

@@ -23,7 +23,7 @@ from fedharmony.engine.server_average import ServerAverage
 from fedharmony.errors import CheckpointError, ConfigError
 from fedharmony.experiments.settings import CENTRAL_METHOD, Settings
 from fedharmony.methods.base import Method, Stage, Task, methods
-from fedharmony.models.base import Backbone, InputSpec, Model, models
+from fedharmony.models.base import Backbone, FeatureSpec, InputSpec, Model, models
 from fedharmony.rng import torch_rng
 from fedharmony.transport.base import Transport
 from fedharmony.types import FROZEN, Record, Tensors
@@ -35,13 +35,13 @@ class Facts:
 
     Attributes:
         classes: label names.
-        image: channels, height and width.
+        input: what a model of these data is built for: images, or feature vectors.
         sizes: number of images that each client trains on, by its id.
         unknown_labels: whether some labels of the training images are unknown to the clients.
     """
 
     classes: tuple[str, ...]
-    image: tuple[int, int, int]
+    input: InputSpec | FeatureSpec
     sizes: Mapping[int, int]
     unknown_labels: bool = False
 
@@ -135,7 +135,7 @@ class Blueprint:
 def blueprint(settings: Settings, facts: Facts) -> Blueprint:
     """Make method, model and cohorts; whatever does not fit together is refused here."""
     run, train, federation = settings.run, settings.training, settings.federation
-    backbone = make_backbone(settings, facts.image)
+    backbone = make_backbone(settings, facts.input)
     task = Task(
         classes=len(facts.classes),
         clients=len(facts.sizes),
@@ -152,11 +152,11 @@ def blueprint(settings: Settings, facts: Facts) -> Blueprint:
         average=federation.average,
         mean=backbone.mean,
         std=backbone.std,
+        pixels=isinstance(facts.input, InputSpec),
         unknown_labels=facts.unknown_labels,
     )
     method = methods[settings.method_name](settings.method_config, task)
-    model = Model(backbone, method.head(backbone.width))
-    refuse_too_large(model.num_parameters)
+    model = make_model(settings, backbone, method)
     holders = sum(size > 0 for size in facts.sizes.values())
     cohort = cohort_size(holders, federation.participation, federation.cohort)
     schedule = Schedule(facts.sizes, run.rounds, cohort, federation.sampling, run.seed)
@@ -174,11 +174,43 @@ def blueprint(settings: Settings, facts: Facts) -> Blueprint:
     return Blueprint(settings, facts, model, method, rounds, first, counts)
 
 
-def make_backbone(settings: Settings, shape: tuple[int, int, int]) -> Backbone:
-    """The backbone for images of a shape."""
-    backbone = models[settings.model.common.name](settings.model.own, InputSpec(*shape))
+def make_backbone(settings: Settings, input: InputSpec | FeatureSpec) -> Backbone:
+    """The backbone for images, or feature vectors, of a shape."""
+    name = settings.model.common.name
+    takes = models[name].takes
+    if not isinstance(input, takes):
+        fitting = [other for other in models.names() if isinstance(input, models[other].takes)]
+        raise ConfigError(
+            f"Model {name!r} takes {takes.kind}, but data set {settings.data.common.name!r} has "
+            f"{input}. Set model.name to one of: {', '.join(fitting)}."
+        )
+    if settings.augment.active and isinstance(input, FeatureSpec):
+        raise ConfigError(
+            f"Section [augment] changes images, but data set {settings.data.common.name!r} has "
+            f"{input}. Remove the section."
+        )
+    backbone = models[name](settings.model.own, input)
     refuse_too_large(sum(math.prod(shape) for shape in backbone.shapes().values()))
     return backbone
+
+
+def make_model(settings: Settings, backbone: Backbone, method: Method) -> Model:
+    """The backbone with the method's head; refused where one lacks what the other needs."""
+    head = method.head(backbone.width)
+    names = f"Method {settings.method_name!r} cannot be used with model {backbone.name!r}"
+    if head.reads == "patches" and not backbone.patches:
+        raise ConfigError(
+            f"{names}: it reads the patches (tokens) of an image, and this model has none. Choose "
+            "another method or, if the data are images, a vision transformer."
+        )
+    model = Model(backbone, head)
+    if model.shapes().keys() <= head.frozen:
+        raise ConfigError(
+            f"{names}: the method keeps the classifier as it is, and this model has no other layer "
+            "to train. Choose a model with hidden layers, for instance mlp."
+        )
+    refuse_too_large(model.num_parameters)
+    return model
 
 
 def refuse_too_large(parameters: int) -> None:

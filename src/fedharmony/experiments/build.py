@@ -11,8 +11,9 @@ import numpy as np
 import numpy.typing as npt
 import torch
 
-from fedharmony.data.base import DataSet, LabelledImages, TensorImages, datasets
+from fedharmony.data.base import DataSet, Images, LabelledImages, TensorImages, datasets
 from fedharmony.data.cache import MappedImages
+from fedharmony.data.features import moments
 from fedharmony.data.file_source import FileSource
 from fedharmony.engine.cohort import Cohort
 from fedharmony.engine.federation import Event, Federation
@@ -25,6 +26,7 @@ from fedharmony.experiments.binding import Binding, bind
 from fedharmony.experiments.blueprint import Blueprint, Facts, blueprint
 from fedharmony.experiments.machine import choose_device, choose_means
 from fedharmony.experiments.settings import Settings
+from fedharmony.models.base import FeatureSpec, InputSpec
 from fedharmony.partition.annotation import client_known
 from fedharmony.partition.base import Partition, splitters
 from fedharmony.partition.feature_skew import feature_skew, skewed_images
@@ -101,8 +103,8 @@ class Assembly:
         if stack is not None:
             return StackRule(stack if model.backbone.stackable else 1)
         trained, frozen = self.blueprint.parameters
-        batch, image = self.settings.train.batch_size, self.blueprint.facts.image
-        return Trial(model, {**trained, **frozen}, self.means, self.device, batch, image).rule()
+        batch, shape = self.settings.train.batch_size, self.data.train.images.shape
+        return Trial(model, {**trained, **frozen}, self.means, self.device, batch, shape).rule()
 
 
 def assemble(
@@ -197,8 +199,8 @@ def _load(
     content = source.annotations()
     source.refuse_missing(content)
     classes, train, _ = content
-    image = (3, source.config.image_size, source.config.image_size)
-    draft = _draft(settings, partition_file, classes, image, train)
+    input = InputSpec(3, source.config.image_size, source.config.image_size)
+    draft = _draft(settings, partition_file, classes, input, train)
     _ = draft.blueprint.parameters  # reads the weights, once
     data = source.load(lambda d, n: observe({"event": "decode", "done": d, "total": n}), content)
     if len(data.train) < len(train):  # images that cannot be read were left out
@@ -207,14 +209,22 @@ def _load(
 
 
 def _draft_of(settings: Settings, partition_file: Path | None, data: DataSet) -> Draft:
-    return _draft(settings, partition_file, data.classes, data.train.images.shape, data.train)
+    input = input_spec(data.train.images)
+    return _draft(settings, partition_file, data.classes, input, data.train)
+
+
+def input_spec(images: Images) -> InputSpec | FeatureSpec:
+    """What a backbone for these images, or feature vectors, is built for."""
+    if len(images.shape) == 1:
+        return FeatureSpec(*moments(images))
+    return InputSpec(*images.shape)
 
 
 def _draft(
     settings: Settings,
     partition_file: Path | None,
     classes: tuple[str, ...],
-    image: tuple[int, int, int],
+    input: InputSpec | FeatureSpec,
     train: Labelled,
 ) -> Draft:
     """Split the training images, and make everything that needs no pixels."""
@@ -225,7 +235,7 @@ def _draft(
         clients, held_out = hold_out(partition, split.holdout)
     sizes = {k: len(index) for k, index in clients.items()}
     unknown = train.known is not None or (split.annotated < 1 and not central)
-    facts = Facts(classes, image, sizes, unknown)
+    facts = Facts(classes, input, sizes, unknown)
     return Draft(partition, clients, held_out, blueprint(settings, facts))
 
 

@@ -18,6 +18,7 @@ from fedharmony.experiments.build import Assembly, Observer, assemble
 from fedharmony.experiments.evaluate import Evaluation, Results, evaluate, matrices, summarise
 from fedharmony.experiments.folder import EventLog, RunFolder, Saved, environment
 from fedharmony.experiments.machine import switch_torch, with_threads
+from fedharmony.experiments.outlook import outlook
 from fedharmony.experiments.settings import Settings
 from fedharmony.files import refuse_if_held
 from fedharmony.partition.report import split_report
@@ -161,6 +162,11 @@ def _rounds(assembly: Assembly, folder: RunFolder, saved: Saved, observe: Observ
         observe({"event": "progress", "round": round, "done": done, "total": total})
 
     record(start_event(assembly, first))
+    if crew().leads:
+        for warning in outlook(assembly, first):
+            logger.warning(warning)
+    for warning in outlook(assembly, first):
+        logger.warning(warning)
     state = saved.state.to(assembly.device)
     try:
         if first:  # a checkpoint is written before its round is evaluated

@@ -13,7 +13,7 @@ The hooks, in the order in which a round meets them::
     client  carry(view, message)                  what the loss carries from batch to batch
             carries(views, messages)              the same of a stack at once, if that is faster
             draw(generator, images)               random numbers of one batch
-            normalise(images, message, draws)     uint8 -> float
+            normalise(images, message, draws)     pixels or features as they are -> model input
             inputs(batch, message, received)      what the head reads beside the image
             loss(outputs, batch, message, carry)  one batch of one client
             pull(params, start, message, carry)   gradient of a penalty on the parameters
@@ -66,8 +66,11 @@ class Task:
     loss: LossSettings = field(default_factory=LossSettings)
     labels: tuple[str, ...] = ()
     average: Literal["size", "uniform"] = "size"
-    mean: tuple[float, float, float] = (0.5, 0.5, 0.5)
-    std: tuple[float, float, float] = (0.5, 0.5, 0.5)
+    mean: tuple[float, ...] = (0.5, 0.5, 0.5)
+    std: tuple[float, ...] = (0.5, 0.5, 0.5)
+    #: Whether inputs are images of pixels 0 to 255, with ``mean`` and ``std`` per channel and for
+    #: pixels in [0, 1]; else they are feature vectors, with ``mean`` and ``std`` per feature.
+    pixels: bool = True
     #: Whether some labels of the training images are unknown to the clients.
     unknown_labels: bool = False
 
@@ -114,8 +117,8 @@ class Sweep:
         group: name of the group in the reply.
         reads: what ``fold`` is given beside the batch: the model's ``outputs`` (B, C); the
             ``labels`` (B, C), which spares the forward pass; the backbone's ``features`` (B, D);
-            the ``images`` (B, channels, H, W) as uint8; or ``gradients``: per parameter (B, ...),
-            one gradient of ``objective`` for each image.
+            the ``images`` as they are, uint8 (B, channels, H, W) or features (B, F); or
+            ``gradients``: per parameter (B, ...), one gradient of ``objective`` for each image.
         start: ``params -> carry``, the initial carry of a client with these parameters.
         fold: ``(carry, values, batch) -> carry``.
         finish: ``(carry, params) -> tensors``.
@@ -202,10 +205,20 @@ def stacked(function: Function) -> Function:
     return function
 
 
+def of_pixels(values: Tensor) -> Tensor:
+    """Numbers per channel (..., channels) for pixels in [0, 1], as numbers for pixels 0 to 255.
+
+    >>> of_pixels(torch.tensor([0.0, 0.2, 1.0])).flatten().tolist()
+    [0.0, 51.0, 255.0]
+    """
+    return values[..., None, None] * 255.0
+
+
 @functools.cache
-def _constant(values: tuple[float, ...], device: torch.device) -> Tensor:
-    """Per-channel constants for pixel values 0 to 255, (channels, 1, 1), made once per device."""
-    return torch.tensor(values, device=device).view(-1, 1, 1) * 255.0
+def _constant(values: tuple[float, ...], pixels: bool, device: torch.device) -> Tensor:
+    """Constants per channel of pixels 0 to 255, or per feature, made once per device."""
+    constant = torch.tensor(values, device=device)
+    return of_pixels(constant) if pixels else constant
 
 
 class Method:
@@ -271,13 +284,14 @@ class Method:
 
     @stacked
     def normalise(self, images: Tensor, message: Groups, draws: Mapping[str, Tensor]) -> Tensor:
-        """Images (B, 3, H, W) uint8 to the float input the backbone expects.
+        """Images (B, 3, H, W) uint8, or features (B, F), to the input the backbone expects.
 
         ``draws`` is empty outside of training.
         """
         # Compiled code keeps constants by itself.
         made = _constant.__wrapped__ if torch.compiler.is_compiling() else _constant
-        mean, std = (made(values, images.device) for values in (self.task.mean, self.task.std))
+        task, device = self.task, images.device
+        mean, std = (made(values, task.pixels, device) for values in (task.mean, task.std))
         return (images.float() - mean) / std
 
     def carry(self, view: ClientView, message: Record) -> Tensors:

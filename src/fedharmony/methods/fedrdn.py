@@ -12,6 +12,10 @@ each then trains under everybody's normalisation, which takes away the differenc
 Statistics are means over images of per-image values (biased standard deviation), of the images as
 they are, without augmentation.
 
+Deviation: a feature vector has no statistics of its own. Of features, ``μ_k`` and ``σ_k`` are the
+mean and the standard deviation over the client's samples, per feature, after the standardisation of
+the data set; a feature that hardly varies at a client (``σ_k < min_std``) has ``σ_k = 1`` there.
+
 Deviation: the paper tests each client's images with that client's statistics. The global test set
 has no client: it is normalised with the mean of the clients' statistics, weighted by their number
 of images.
@@ -28,7 +32,16 @@ from annotated_types import Ge, Gt
 from torch import Tensor
 
 from fedharmony.losses import Batch
-from fedharmony.methods.base import Groups, Method, Outcome, Stage, Sweep, methods, stacked
+from fedharmony.methods.base import (
+    Groups,
+    Method,
+    Outcome,
+    Stage,
+    Sweep,
+    methods,
+    of_pixels,
+    stacked,
+)
 from fedharmony.types import Form, Record, Reply, Tensors
 
 STATISTICS = "statistics"  # reply: μ_k, σ_k; message: all of them
@@ -50,7 +63,8 @@ class FedRDN(Method):
             collect: statistics from "everyone" before the first round, or from each "cohort" when
                 it takes part (the list then grows).
             min_images: clients with fewer images are not in the list.
-            min_std: lower limit of σ, per channel: a flat image would blow up its inputs.
+            min_std: lower limit of σ, per channel: a flat image would blow up its inputs. Below
+                it, a feature has σ = 1.
         """
 
         draw: Literal["image_pair", "batch_independent"] = "image_pair"
@@ -73,6 +87,10 @@ class FedRDN(Method):
     # -- statistics --------------------------------------------------------------------------------
 
     def statistics(self) -> Sweep:
+        """What a client tells about its inputs: (channels,) or (features,) each."""
+        return self._of_images() if self.task.pixels else self._of_features()
+
+    def _of_images(self) -> Sweep:
         """Per channel, the mean over images of their mean and of their standard deviation.
 
         Per image from whole numbers, ``std = √(N Σx² − (Σx)²) / N`` over its N pixels: no rounding
@@ -105,6 +123,31 @@ class FedRDN(Method):
         }
         return Sweep(STATISTICS, "images", start, fold, finish, lambda params: forms)
 
+    def _of_features(self) -> Sweep:
+        """Per standardised feature z, ``μ = mean(z)`` and ``σ = √(mean(z²) − μ²)`` over samples."""
+        features = len(self.task.mean)
+
+        def start(params: Mapping[str, Tensor]) -> Tensors:
+            shapes = {"sum": (features,), "squares": (features,), "rows": ()}
+            return {n: torch.zeros(shape, dtype=torch.float64) for n, shape in shapes.items()}
+
+        def fold(carry: Tensors, inputs: Tensor, batch: Batch) -> Tensors:
+            z, rows = Method.normalise(self, inputs, {}, {}).double(), batch.rows.double()
+            return {
+                "sum": carry["sum"] + rows @ z,
+                "squares": carry["squares"] + rows @ z.square(),
+                "rows": carry["rows"] + rows.sum(),
+            }
+
+        def finish(carry: Tensors, params: Mapping[str, Tensor]) -> Tensors:
+            mean = carry["sum"] / carry["rows"]
+            std = (carry["squares"] / carry["rows"] - mean.square()).clamp(min=0.0).sqrt()
+            std = torch.where(std < self.config.min_std, 1.0, std)
+            return {"mean": mean.float(), "std": std.float()}
+
+        forms = {"mean": Form((features,)), "std": Form((features,), low=self.config.min_std)}
+        return Sweep(STATISTICS, "images", start, fold, finish, lambda params: forms)
+
     def _ask(self, state: Record, round: int, clients: Sequence[int]) -> Mapping[int, Record]:
         """A message without a model: statistics of images need none."""
         return dict.fromkeys(clients, Record())
@@ -133,8 +176,13 @@ class FedRDN(Method):
         order = table["client"].argsort()
         state = state.replace({TABLE: {name: values[order] for name, values in table.items()}})
         found = self.evaluation(state)[STATISTICS]
-        mean, std = (torch.tensor(own, device=device) for own in (self.task.mean, self.task.std))
-        shift = float(((found["pooled_mean"] - mean) / std).abs().max())
+        shifts = found["pooled_mean"]
+        if self.task.pixels:  # features are standardised already
+            mean, std = (
+                torch.tensor(own, device=device) for own in (self.task.mean, self.task.std)
+            )
+            shifts = (shifts - mean) / std
+        shift = float(shifts.abs().max())
         log = {"clients_listed": len(found["mean"]), "normalisation_shift": shift}
         return Outcome(state, log=log)
 
@@ -146,7 +194,7 @@ class FedRDN(Method):
         return dict.fromkeys(clients, message.replace(self.evaluation(state)))
 
     def evaluation(self, state: Record) -> Groups:
-        """The list (K', 3) for training, and one pair for everything else.
+        """The list (K', 3), or (K', F) of F features, for training; one pair for all else.
 
         That pair is the mean over all clients heard by number of images, listed or not.
         """
@@ -177,19 +225,21 @@ class FedRDN(Method):
     @stacked
     def normalise(self, images: Tensor, message: Groups, draws: Mapping[str, Tensor]) -> Tensor:
         """``(x − μ_j)/σ_j`` with drawn j; outside of training, the pooled statistics."""
+        standard = super().normalise
         if STATISTICS not in message:  # nobody answered
-            return super().normalise(images, message, draws)
+            return standard(images, message, draws)
         found = message[STATISTICS]
         if draws:
             mean, std = (chosen(found[name], draws[name]) for name in ("mean", "std"))
         else:
             mean, std = (found[name].unsqueeze(-2) for name in ("pooled_mean", "pooled_std"))
-        mean, std = (values[..., None, None] * 255.0 for values in (mean, std))
-        return (images.float() - mean) / std
+        if not self.task.pixels:
+            return (standard(images, message, draws) - mean) / std
+        return (images.float() - of_pixels(mean)) / of_pixels(std)
 
 
 def chosen(table: Tensor, choice: Tensor) -> Tensor:
-    """Rows of a table (..., K, 3) by numbers in [0, 1), (..., B) to (..., B, 3).
+    """Rows of a table (..., K, F) by numbers in [0, 1), (..., B) to (..., B, F).
 
     >>> table = torch.tensor([[1.0, 1, 1], [2, 2, 2], [3, 3, 3]])
     >>> chosen(table, torch.tensor([0.0, 0.5, 0.99])).tolist()

@@ -41,25 +41,66 @@ SHORT_SEQUENCE = 128
 class InputSpec:
     """The images a backbone is built for."""
 
+    kind: ClassVar[str] = "images"
+
     channels: int
     height: int
     width: int
 
+    def __str__(self) -> str:
+        """In words.
+
+        >>> str(InputSpec(3, 32, 24))
+        'images of 32 × 24 pixels'
+        """
+        return f"images of {self.height} × {self.width} pixels"
+
+
+@dataclass(frozen=True)
+class FeatureSpec:
+    """The feature vectors a backbone is built for.
+
+    Attributes:
+        mean: per feature, its mean in the training data.
+        std: per feature, its standard deviation there; 1 for a feature that never changes.
+    """
+
+    kind: ClassVar[str] = "feature vectors"
+
+    mean: tuple[float, ...]
+    std: tuple[float, ...]
+
+    @property
+    def width(self) -> int:
+        """The number of features."""
+        return len(self.mean)
+
+    def __str__(self) -> str:
+        """In words.
+
+        >>> str(FeatureSpec((0.0, 0.0), (1.0, 1.0)))
+        'vectors of 2 features'
+        """
+        return f"vectors of {self.width} features"
+
 
 class Backbone(ABC):
-    """Images to features; holds settings, never tensors.
+    """Images (or feature vectors) to features; holds settings, never tensors.
 
     Attributes:
         config: the settings; a subclass has its own ``Config``, which inherits from this one.
         name: registered name.
         stackable: whether more than one client may be applied at a time.
+        takes: what it is built for, images or feature vectors.
         mixes_images: whether images of a batch influence each other in training, as batch
             normalisation does it. Then batches hold no padding, so that steps have any size: they
             are neither compiled nor recorded. Only such a backbone may have buffers, and it is not
             stackable.
         width: feature width D.
-        mean: per-channel mean of the expected input normalisation, for images in [0, 1].
-        std: per-channel standard deviation of the expected input normalisation.
+        patches: patches of an image that :meth:`tokens` tells apart; 0 where there are none.
+        mean: mean of the expected input normalisation: per channel, for images in [0, 1], or per
+            feature.
+        std: standard deviation of the expected input normalisation, likewise.
     """
 
     @dataclass(frozen=True)
@@ -69,17 +110,22 @@ class Backbone(ABC):
     config: Config
     name: ClassVar[str]
     stackable: ClassVar[bool] = True
+    takes: ClassVar[type[InputSpec | FeatureSpec]] = InputSpec
     mixes_images: bool = False
     #: How many of the first tokens stand for the whole image, not for a patch.
     class_tokens: ClassVar[int] = 1
 
     width: int
-    mean: tuple[float, float, float]
-    std: tuple[float, float, float]
+    patches: int = 1
+    mean: tuple[float, ...]
+    std: tuple[float, ...]
 
     @abstractmethod
-    def __init__(self, config: Config, input: InputSpec) -> None:
-        """Check that ``config`` fits the images; raise ConfigError with advice if it does not."""
+    def __init__(self, config: Config, input: Any) -> None:
+        """Check that ``config`` fits the input; raise ConfigError with advice if it does not.
+
+        ``input`` is of the kind that the class :attr:`takes`.
+        """
 
     @abstractmethod
     def shapes(self) -> Shapes:
@@ -110,7 +156,7 @@ class Backbone(ABC):
 
     @abstractmethod
     def tokens(self, params: Mapping[str, Tensor], images: Tensor) -> Tensor:
-        """All tokens of normalised images: (M, B, channels, H, W) to (M, B, N, D)."""
+        """All tokens of normalised inputs: (M, B, channels, H, W) or (M, B, F) to (M, B, N, D)."""
 
     def features(self, params: Mapping[str, Tensor], images: Tensor) -> Tensor:
         """One vector per image, (M, B, D): the first (class) token unless overridden.

@@ -42,7 +42,7 @@ def locate(weights: str) -> Weights:
     path = Path(weights).expanduser()
     if path.suffix in FILE_SUFFIXES or path.exists():
         return Weights(path, *_normalisation(path.parent / "config.json"))
-    file = _cached(repository(weights)) or fetch(weights)
+    file = _in_cache(repository(weights)) or fetch(weights)
     return Weights(file, *_normalisation(file.parent / "config.json"))
 
 
@@ -90,7 +90,15 @@ def fetch(name: str) -> Path:
     )
 
 
-def _cached(model: str) -> Path | None:
+def cached(name: str) -> bool:
+    """Whether the weights of a model are on this machine."""
+    try:
+        return _in_cache(repository(name)) is not None
+    except ConfigError:  # without the hub's package there is no cache
+        return False
+
+
+def _in_cache(model: str) -> Path | None:
     hub = _hub()
     for file in WEIGHT_FILES:
         found = hub.try_to_load_from_cache(model, file)

@@ -74,7 +74,7 @@ class TimmBackbone(Backbone):
                 f"timm's {config.architecture!r} has features of width {self.width} but tokens of "
                 f"width {tokens.shape[-1]}; heads cannot read them. Choose another architecture."
             )
-        self.patches = tokens.shape[1]
+        self.patches = tokens.shape[1] - self.class_tokens
         self._statistics = {
             f"{PREFIX}{name}.{part}"
             for name, _ in _batch_norms(self.module)

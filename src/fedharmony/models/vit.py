@@ -107,6 +107,7 @@ class ViT(Backbone):
         self.mean = config.mean or (self.weights and self.weights.mean) or (0.5, 0.5, 0.5)
         self.std = config.std or (self.weights and self.weights.std) or (0.5, 0.5, 0.5)
         self.grid = (input.height // config.patch, input.width // config.patch)
+        self.patches = self.grid[0] * self.grid[1]
         self.hidden = int(config.width * config.mlp_ratio)
         self._embed: Piece = embed
         self._block: Piece = block
@@ -117,7 +118,7 @@ class ViT(Backbone):
         D, channels, patch = self.width, self.input.channels, self.config.patch
         shapes: Shapes = {
             "cls_token": (1, 1, D),
-            "pos_embed": (1, 1 + self.grid[0] * self.grid[1], D),
+            "pos_embed": (1, 1 + self.patches, D),
             "patch_embed.proj.weight": (D, channels, patch, patch),
             "patch_embed.proj.bias": (D,),
         }
