@@ -38,7 +38,7 @@ class Linear(Backbone):
     patches = 0
 
     @dataclass(frozen=True)
-    class Config:
+    class Config(Backbone.Config):
         """Settings of a linear model.
 
         Attributes:
@@ -49,6 +49,8 @@ class Linear(Backbone):
 
         mean: Annotated[tuple[float, ...], MinLen(1)] | None = None
         std: Annotated[tuple[Annotated[float, Gt(0)], ...], MinLen(1)] | None = None
+
+    config: Config
 
     def __init__(self, config: Config, input: FeatureSpec) -> None:
         self.config, self.input, self.width = config, input, input.width
