@@ -556,7 +556,7 @@ def _without_others(below: Tree, top: Tree, result: Tree, layer: str) -> Tree:
             continue  # refused when the whole is checked
         was, now = (section.get("name", choice.common().name) for section in (old, new))
         gone = [key for key in old if was != now and key not in keys(choice.common)]
-        gone += [key for key in choice.instead if "name" in said and key in old and key not in said]
+        gone += [key for key in choice.instead if "name" in said and key in old]
         if gone:
             kept[name] = {key: value for key, value in old.items() if key not in gone}
             logger.info(
