@@ -133,7 +133,7 @@ class CorrelationTable:
         self.classes, self.operator = classes, operator or Operator()
         self.capacity, self.last_only = capacity, last_only
         self.unknown_labels = unknown_labels
-        #: One row per client, in client order: client, examples, round, and its upload.
+        #: One row per client: client, examples, round, and its upload.
         self.rows: Tensors = {}
         #: Sums, weights and round of what was folded.
         self.folded: Tensors = {}
@@ -167,7 +167,7 @@ class CorrelationTable:
         others = (~torch.isin(before["client"], self.rows["client"])).nonzero().squeeze(1)
         excess = len(others) + len(replies) - self.capacity
         if excess > 0:
-            # The table is in client order and the sort is stable: by round, then client.
+            # By round, then as in the table: the sort is stable.
             oldest = others[before["round"][others].argsort(stable=True)]
             self._fold(_select(before, oldest[:excess]), round)
             others = oldest[excess:]
