@@ -180,7 +180,15 @@ def main() -> None:
     waiting = list(itertools.product(*parts)) * options.repeat
     running: list[tuple[Any, subprocess.Popen[str], Path]] = []
     results, total = [], len(waiting)
+    name = torch.cuda.get_device_name() if torch.cuda.is_available() else options.device
+    about = {"torch": torch.__version__, "device": name, "at_once": options.at_once}
+    options.out.mkdir(exist_ok=True)
     with tempfile.TemporaryDirectory() as scratch:
+        # Every process writes and chooses its kernels itself; the same kernel is built only once.
+        shared = {
+            "TRITON_CACHE_DIR": str(Path(scratch) / "triton"),
+            "TORCHINDUCTOR_COMPILE_THREADS": str(max(1, (os.cpu_count() or 1) // options.at_once)),
+        }
         while waiting or running:
             while waiting and len(running) < options.at_once:
                 job, place = waiting.pop(0), Path(scratch) / str(len(waiting))
@@ -190,14 +198,9 @@ def main() -> None:
                     command += [f"--{flag}", value]
                 for flag in ("rounds", "side", "device"):
                     command += [f"--{flag}", str(getattr(options, flag))]
-                cache = {
-                    "TORCHINDUCTOR_CACHE_DIR": str(place),
-                    "TRITON_CACHE_DIR": str(place / "t"),
-                }
+                env = {**shared, **os.environ, "TORCHINDUCTOR_CACHE_DIR": str(place)}
                 with (place / "out").open("w") as out, (place / "err").open("w") as err:
-                    process = subprocess.Popen(
-                        command, stdout=out, stderr=err, text=True, env={**os.environ, **cache}
-                    )
+                    process = subprocess.Popen(command, stdout=out, stderr=err, text=True, env=env)
                 running.append((job, process, place))
             time.sleep(0.05)
             for entry in [e for e in running if e[1].poll() is not None]:
@@ -216,13 +219,11 @@ def main() -> None:
                     f"| {' | '.join(job)} | {text} | {'ok' if row['ok'] else 'EXCESS'} |",
                     flush=True,
                 )
+                (options.out / "soak.json").write_text(
+                    json.dumps({**about, "results": results}, indent=1) + "\n"
+                )
     bad = sum(not row["ok"] for row in results)
     print(f"{total} processes, {options.at_once} at once: {bad} with an excess")
-    about = {"torch": torch.__version__, "device": options.device, "results": results}
-    if torch.cuda.is_available():
-        about["device"] = torch.cuda.get_device_name()
-    options.out.mkdir(exist_ok=True)
-    (options.out / "soak.json").write_text(json.dumps(about, indent=1) + "\n")
     sys.exit(1 if bad else 0)
 
 

@@ -164,7 +164,8 @@ class EngineSettings:
             enough for it to pay, and says what it decided.
         graphs: record steps as CUDA graphs; none does on a GPU.
         deterministic: let torch refuse every kernel that does not promise to repeat to the bit.
-            Runs repeated to the bit without it, too, where it was tried (docs/architecture.md).
+            Compiled runs need it to repeat to the bit on a GPU; others repeated without it, too,
+            where it was tried (docs/architecture.md).
         sweep_batch: images per client and step in passes without gradient.
         threads: CPU threads; none takes torch's choice when the run starts. The bits of a result
             depend on it, so a resumed run keeps the number.

@@ -31,11 +31,27 @@ BARRIER = "tl.debug_barrier()"
 def compiler_is_safe() -> bool:
     """Whether compiled kernels wait before they read back what they stored; made so if need be."""
     try:
+        import torch._inductor.config
         from torch._inductor.codegen.common import CSE
         from torch._inductor.codegen.triton import TritonKernel
     except ImportError:
         return False
-    return add_barrier(TritonKernel, CSE)
+    safe = add_barrier(TritonKernel, CSE)
+    if hasattr(TritonKernel.load, "__wrapped__"):  # ours
+        keep_apart(getattr(torch.compiler, "config", None), torch._inductor.config)
+    return safe
+
+
+def keep_apart(compiler: Any, inductor: Any) -> None:
+    """Let the compiler find no code on disk that was compiled without the barrier.
+
+    Its cache does not know of the barrier. A tag of our own sets our code apart; versions of torch
+    without tags do without the cache.
+    """
+    if hasattr(compiler, "cache_key_tag"):
+        compiler.cache_key_tag += " with barrier"
+    else:
+        inductor.fx_graph_cache = False
 
 
 def add_barrier(kernel: Any, cache: Any) -> bool:

@@ -6,8 +6,8 @@ takes a tenth of the time that the whole model would take, and loses nothing mea
 fixed but for the numbers of clients and images: the first pair gets code of its own, all others
 share code for any pair.
 
-The compiler is told to choose without timing whatever decides about sums, so that two processes
-compute the same bits (:func:`_prepare_compiler`).
+The compiler times block sizes and takes the fastest, and they decide how sums are formed: two
+processes differ in the last bits unless ``torch.use_deterministic_algorithms`` is on.
 """
 
 from __future__ import annotations
@@ -146,20 +146,7 @@ def _mark(tensor: Tensor, leading: int) -> None:
 
 
 def _prepare_compiler() -> None:
-    """Set what the compiler must do, for the whole process.
-
-    Dynamo gives up on a function after a few variants; ours are known and few. Inductor must not
-    let a clock decide how a sum is formed. Its cache on disk is keyed by that choice, so code that
-    was compiled without it, and perhaps without the barrier of :mod:`.barrier`, is not found again;
-    a version of torch without the choice does without the cache.
-    """
-    import torch._inductor.config  # not before something is compiled: it takes a second
-
+    """Let Dynamo keep all variants of a function; it gives up after a few, but ours are known."""
     dynamo: Any = torch._dynamo.config
     name = "recompile_limit" if hasattr(dynamo, "recompile_limit") else "cache_size_limit"
     setattr(dynamo, name, max(getattr(dynamo, name), MOST_VARIANTS))
-    inductor: Any = torch._inductor.config
-    if hasattr(inductor, "deterministic"):
-        inductor.deterministic = True
-    else:
-        inductor.fx_graph_cache = False
