@@ -37,8 +37,9 @@ MOST_USER_LABELS = 200_000
 
 @dataclass(frozen=True)
 class Evaluation:
-    """The global model on the pooled test set."""
+    """The global model on the pooled test set; float32 scores (N, C) and what they are worth."""
 
+    scores: npt.NDArray[np.float32]
     metrics: MultiLabelResult
     structure: StructureResult
     users: ClientsResult | None = None  # where the test images have owners
@@ -76,15 +77,16 @@ def evaluate(assembly: Assembly, state: Record, by_user: bool = False) -> Evalua
         outputs = model.apply(params, inputs.unsqueeze(0))[0]
         known = None if test.known is None else test.known[rows]
         store.add(method.predict(outputs.float(), state), test.labels[rows], known)
-    scores, targets, known = store.arrays()
-    metrics, users = metrics_of(scores, targets, options, known), None
+    every, targets, known = store.arrays()
+    scores, metrics, users = every, metrics_of(every, targets, options, known), None
     if by_user and (parts := owners(test)) is not None:
         users = evaluate_clients(scores, targets, parts, options, known)
     paired = paired_labels(test.labels)
     if len(paired) < targets.shape[1]:
         scores, targets = scores[:, paired], targets[:, paired]
         known = None if known is None else known[:, paired]
-    return Evaluation(metrics, structure_metrics(scores, targets, options.threshold, known), users)
+    structure = structure_metrics(scores, targets, options.threshold, known)
+    return Evaluation(every, metrics, structure, users)
 
 
 def owners(test: LabelledImages) -> list[Index] | None:

@@ -85,6 +85,7 @@ class RunSettings:
         eval_every: evaluate on the test set after every so many rounds (and after the last).
         label: shown in tables and figures instead of the method's name.
         plugins: Python files that register further components.
+        scores: keep the scores of the test images if they are at most so many (images × labels).
     """
 
     method: str = "fedavg"
@@ -93,6 +94,7 @@ class RunSettings:
     eval_every: Annotated[int, Ge(1)] = 1
     label: Label | None = None
     plugins: tuple[str, ...] = ()
+    scores: Annotated[int, Ge(0)] = 10_000_000
 
 
 @dataclass(frozen=True)
