@@ -249,12 +249,15 @@ def _show(folder: Path, quiet: bool) -> None:
 
 def _show_runs(runs: Runs, quiet: bool) -> None:
     from fedharmony.report.page import write_report
+    from fedharmony.report.remarks import remarks
     from fedharmony.report.tables import table_of
 
     report = write_report(runs)
     screen = console()
     screen.print(table_of(runs).to_rich(screen.width))
     if not quiet:
+        for remark in remarks(runs):
+            screen.print(remark, soft_wrap=True, highlight=False)
         screen.print(f"Report: {report}", soft_wrap=True)
 
 
