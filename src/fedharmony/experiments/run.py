@@ -22,6 +22,7 @@ from fedharmony.experiments.outlook import outlook
 from fedharmony.experiments.settings import Settings
 from fedharmony.files import refuse_if_held
 from fedharmony.partition.report import split_report
+from fedharmony.terminal import warn_once
 from fedharmony.transport.processes import crew
 from fedharmony.types import Record
 
@@ -164,9 +165,7 @@ def _rounds(assembly: Assembly, folder: RunFolder, saved: Saved, observe: Observ
     record(start_event(assembly, first))
     if crew().leads:
         for warning in outlook(assembly, first):
-            logger.warning(warning)
-    for warning in outlook(assembly, first):
-        logger.warning(warning)
+            warn_once(warning)
     state = saved.state.to(assembly.device)
     try:
         if first:  # a checkpoint is written before its round is evaluated
