@@ -29,6 +29,7 @@ from rich.text import Text
 
 import fedharmony
 from fedharmony.cli_data import data_app, init, models_app, partition, usable
+from fedharmony.cli_use import export, predict
 from fedharmony.errors import ClientLimitError, ConfigError, FedHarmonyError, Stopped
 from fedharmony.reading import is_folder
 from fedharmony.registry import load_plugins
@@ -527,6 +528,8 @@ def list_components(kind: Kind, plugin: Plugins = None) -> None:
     console().print(table)
 
 
+app.command()(predict)
+app.command()(export)
 app.command()(init)
 app.command()(partition)
 app.add_typer(data_app, name="data")

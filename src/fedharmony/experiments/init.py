@@ -18,7 +18,7 @@ import torch
 from PIL import Image
 
 from fedharmony.config import build, to_toml
-from fedharmony.data.cache import FORMATS
+from fedharmony.data.cache import FORMATS, IMAGE_ENDINGS
 from fedharmony.data.check import Part, wrong_separator
 from fedharmony.data.features import FORMS, ID_COLUMNS, Features
 from fedharmony.data.file_source import AnnotatedFiles
@@ -44,7 +44,6 @@ from fedharmony.models.hub import cached
 from fedharmony.reading import is_folder, is_there, read_regular
 from fedharmony.rng import torch_rng
 
-IMAGE_ENDINGS = (".jpg", ".jpeg", ".png", ".webp", ".bmp", ".tif", ".tiff", ".gif", ".ppm")
 LABEL_COLUMNS = ("labels", "label", "tags", "classes")
 #: Models with pre-trained weights, smallest first.
 PRETRAINED = {
@@ -334,7 +333,7 @@ def _proposal(
 
 def _seconds(settings: Settings, spec: InputSpec | FeatureSpec, classes: int) -> float:
     """Seconds to train on one image, measured."""
-    backbone = make_backbone(settings, spec)
+    backbone = make_backbone(settings, settings.model.own, spec)
     model = Model(backbone, LinearHead(backbone.width, classes))
     shape = (spec.width,) if isinstance(spec, FeatureSpec) else (3, spec.height, spec.width)
     return seconds_per_image(model, model.init(torch_rng(0, "model")), shape, BATCH)

@@ -14,11 +14,13 @@ from fedharmony.data.base import DataSet
 from fedharmony.engine.federation import Event
 from fedharmony.engine.memory import SEALS, ClientMemory
 from fedharmony.errors import CheckpointError, FedHarmonyError, Stopped
+from fedharmony.experiments import trained
 from fedharmony.experiments.build import Assembly, Observer, assemble
 from fedharmony.experiments.evaluate import Evaluation, Results, evaluate, matrices, summarise
 from fedharmony.experiments.folder import EventLog, RunFolder, Saved, environment
 from fedharmony.experiments.machine import switch_torch, with_threads
 from fedharmony.experiments.outlook import outlook
+from fedharmony.experiments.scores import save_examples, save_scores, scores_of
 from fedharmony.experiments.settings import Settings
 from fedharmony.files import refuse_if_held
 from fedharmony.partition.report import split_report
@@ -116,6 +118,7 @@ def _first_round(
     if crew().leads:
         folder.write_json("environment.json", environment(assembly.device))
         folder.write_json("binding.json", assembly.bound)
+        folder.write_json(trained.FILE, trained.describe(assembly.blueprint))
         assembly.partition.save(folder["partition.json"])
         labels, seed = assembly.data.train.labels, settings.split.common.seed
         report = split_report(labels, assembly.partition, seed)
@@ -187,6 +190,9 @@ def _rounds(assembly: Assembly, folder: RunFolder, saved: Saved, observe: Observ
         return {}
     (evaluation,) = latest
     folder.save_tensors("matrices.safetensors", matrices(assembly, state, evaluation.structure))
+    scores = scores_of(evaluation.scores, assembly.data.test, assembly.data.classes)
+    save_scores(folder.path, scores, settings.run.scores)
+    save_examples(folder.path, assembly.data.test, settings.run.examples)
     record({"event": "finish", "status": "completed", "seconds": time.perf_counter() - began})
     results = summarise(assembly, state, evaluation, folder.read_events())
     memory.forget()  # no round is left that could ask for it
