@@ -24,7 +24,7 @@ LAYERS = [
     {"metrics"},
     {"experiments"},
     {"report"},
-    {"cli", "cli_data", "__main__"},
+    {"cli", "cli_data", "cli_settings", "__main__"},
 ]
 LAYER = {part: depth for depth, layer in enumerate(LAYERS) for part in layer}
 MODULES = sorted(PACKAGE.rglob("*.py"))

@@ -29,6 +29,14 @@ from rich.text import Text
 
 import fedharmony
 from fedharmony.cli_data import data_app, init, models_app, partition, usable
+from fedharmony.cli_settings import (
+    complete_change,
+    complete_config,
+    complete_methods,
+    print_plan,
+    print_settings,
+    print_settings_list,
+)
 from fedharmony.errors import ClientLimitError, ConfigError, FedHarmonyError, Stopped
 from fedharmony.reading import is_folder
 from fedharmony.registry import load_plugins
@@ -43,7 +51,6 @@ if TYPE_CHECKING:
 app = typer.Typer(
     name="fedharmony",
     no_args_is_help=True,
-    add_completion=False,
     pretty_exceptions_enable=False,
     rich_markup_mode="markdown",
     help="Federated multi-label learning: FedHarmony (arXiv 2604.28024) and the methods it is "
@@ -55,7 +62,12 @@ app = typer.Typer(
 DEBUG = "--debug"
 
 ConfigArgument = Annotated[
-    str, typer.Argument(metavar="CONFIG", help="TOML file, or the name of a built-in one (demo).")
+    str,
+    typer.Argument(
+        metavar="CONFIG",
+        help="TOML file, or the name of a built-in one (demo).",
+        autocompletion=complete_config,
+    ),
 ]
 Overrides = Annotated[
     list[str] | None,
@@ -63,6 +75,7 @@ Overrides = Annotated[
         metavar="[KEY=VALUE | CONFIG]...",
         help="Settings to change, for instance `train.lr=0.001` or `run.method=fedavg`, or further "
         "TOML files whose settings come on top.",
+        autocompletion=complete_change,
     ),
 ]
 Out = Annotated[
@@ -73,6 +86,14 @@ Device = Annotated[
     str | None, typer.Option(help="cpu, cuda, cuda:1, …; by default CUDA where there is one.")
 ]
 Quiet = Annotated[bool, typer.Option("--quiet", "-q", metavar="", help="Print only the result.")]
+DryRun = Annotated[
+    bool,
+    typer.Option(
+        "--dry-run",
+        metavar="",
+        help="Check everything and show the plan; train nothing, write no run.",
+    ),
+]
 Plugins = Annotated[
     list[Path] | None,
     typer.Option("--plugin", help="Python file that registers a method, data set, … of your own."),
@@ -87,6 +108,7 @@ class Kind(StrEnum):
     splitters = "splitters"
     models = "models"
     configs = "configs"
+    settings = "settings"
 
 
 def _import_torch() -> None:
@@ -105,20 +127,27 @@ def _import_torch() -> None:
     gc.freeze()
 
 
+def _changes(
+    overrides: Sequence[str] | None, device: str | None, plugins: list[Path] | None
+) -> list[str]:
+    """What the options of a command say, as settings; plug-ins are loaded."""
+    changes = list(overrides or ())
+    if device is not None:
+        changes.append(f'engine.device="{device}"')
+    if plugins:
+        load_plugins(plugins)
+        files = ", ".join(f"'{path.resolve()}'" for path in plugins)
+        changes.append(f"run.plugins=[{files}]")
+    return changes
+
+
 def _settings(
     config: str, overrides: Sequence[str] | None, device: str | None, plugins: list[Path] | None
 ) -> Settings:
     _import_torch()
     from fedharmony.experiments.settings import load_settings
 
-    assignments = list(overrides or ())
-    if device is not None:
-        assignments.append(f'engine.device="{device}"')
-    if plugins:
-        load_plugins(plugins)
-        files = ", ".join(f"'{path.resolve()}'" for path in plugins)
-        assignments.append(f"run.plugins=[{files}]")
-    return load_settings(config, assignments)
+    return load_settings(config, _changes(overrides, device, plugins))
 
 
 class UnexpectedError(Exception):
@@ -254,6 +283,7 @@ def run(
     out: Out = None,
     device: Device = None,
     quiet: Quiet = False,
+    dry_run: DryRun = False,
     plugin: Plugins = None,
 ) -> None:
     """Train one method, as a config file says.
@@ -269,10 +299,15 @@ def run(
 
     method = folder_name(settings.label)
     folder = out or Path("runs") / f"{Path(config).stem}-{method}-seed{settings.run.seed}"
+    if dry_run:
+        from fedharmony.experiments.dry_run import plan_of_run
+
+        return print_plan(plan_of_run(settings, folder))
     with _progress(quiet or not _leads()) as progress:
         _guarded(folder, lambda: runs.start(settings, RunFolder(folder), progress))
     if _leads():
         _show(folder, quiet)
+    return None
 
 
 @app.command()
@@ -311,6 +346,7 @@ def compare(
         str,
         typer.Option(
             "--methods",
+            autocompletion=complete_methods,
             help="Comma-separated methods; `name:preset` picks a preset, `all` takes every method, "
             "`central` trains in one place, on as many images as the cohorts see.",
         ),
@@ -321,6 +357,7 @@ def compare(
     out: Out = None,
     device: Device = None,
     quiet: Quiet = False,
+    dry_run: DryRun = False,
     plugin: Plugins = None,
 ) -> None:
     """Train several methods on several seeds: same data, split and cohorts for all.
@@ -333,7 +370,13 @@ def compare(
     _one_process("compare")
     settings = _settings(config, overrides, device, plugin)
     folder = out or Path("runs") / f"{Path(config).stem}-comparison"
-    _compare(settings, Path(config).stem, _words(method_list), _numbers(seeds), folder, quiet)
+    names, numbers = _words(method_list), _numbers(seeds)
+    if dry_run:
+        from fedharmony.experiments.dry_run import plan_of_comparison
+
+        print_plan(plan_of_comparison(settings, names, numbers, folder))
+    else:
+        _compare(settings, Path(config).stem, names, numbers, folder, quiet)
 
 
 @app.command()
@@ -341,11 +384,17 @@ def tune(
     config: ConfigArgument,
     overrides: Overrides = None,
     method_list: Annotated[
-        str, typer.Option("--methods", help="Comma-separated methods; `all` takes every method.")
+        str,
+        typer.Option(
+            "--methods",
+            autocompletion=complete_methods,
+            help="Comma-separated methods; `all` takes every method.",
+        ),
     ] = "all",
     out: Out = None,
     device: Device = None,
     quiet: Quiet = False,
+    dry_run: DryRun = False,
     plugin: Plugins = None,
 ) -> None:
     """Search the learning rate and settings of each method, on held-out training images.
@@ -362,11 +411,16 @@ def tune(
 
     settings = _settings(config, overrides, device, plugin)
     folder = out or Path("runs") / f"{Path(config).stem}-tuned"
+    if dry_run:
+        from fedharmony.experiments.dry_run import plan_of_search
+
+        return print_plan(plan_of_search(settings, _words(method_list), folder))
     search = Search(settings, _words(method_list), folder)
     with _progress(quiet) as progress:
 
         def observer(i: int, planned: Planned) -> Callable[[dict[str, Any]], None]:
-            progress.begin(i + 1, search.size, f"{planned.label} {planned.folder.path.name}")
+            name = f"{planned.label} {planned.folder.path.name}"
+            progress.begin(i + 1, search.size, name, search.size - i - 1)
             return progress
 
         with _repeatable(folder):
@@ -387,6 +441,24 @@ def tune(
     screen.print(table)
     if not quiet:
         screen.print(f"Settings: {folder / 'tuned.toml'}", soft_wrap=True)
+    return None
+
+
+@app.command()
+def show(
+    config: ConfigArgument,
+    overrides: Overrides = None,
+    device: Device = None,
+    plugin: Plugins = None,
+) -> None:
+    """Show every setting that a run would have, and where each value comes from.
+
+    Example: `fedharmony show demo methods/fedprox train.lr=0.01`
+
+    What is printed is a config file itself: `fedharmony show demo > mine.toml`.
+    """
+    _import_torch()
+    print_settings(config, _changes(overrides, device, plugin))
 
 
 @app.command()
@@ -418,6 +490,7 @@ def _compare(
     from fedharmony.engine.checkpoint import write_file
     from fedharmony.experiments import compare as comparison
     from fedharmony.experiments.folder import RunFolder
+    from fedharmony.experiments.run import finished
     from fedharmony.report.load import load
     from fedharmony.report.tables import table_of
 
@@ -426,7 +499,9 @@ def _compare(
         data = comparison.rehearse(planned, progress)
 
         def observer(i: int, planned_run: Planned) -> Callable[[dict[str, Any]], None]:
-            progress.begin(i + 1, len(planned), f"{planned_run.label} seed {planned_run.seed}")
+            name = f"{planned_run.label} seed {planned_run.seed}"
+            later = sum(finished(run.folder) is None for run in planned[i + 1 :])
+            progress.begin(i + 1, len(planned), name, later)
             return progress
 
         with RunFolder(folder).writing():
@@ -489,15 +564,26 @@ def report(
 
 
 @app.command(name="list")
-def list_components(kind: Kind, plugin: Plugins = None) -> None:
-    """What there is: methods, datasets, splitters, models, configs."""
+def list_components(
+    kind: Kind,
+    pattern: Annotated[
+        str, typer.Argument(metavar="[PATTERN]", help="Only settings that have to do with this.")
+    ] = "",
+    plugin: Plugins = None,
+) -> None:
+    """What there is: methods, datasets, splitters, models, configs, settings.
+
+    Example: `fedharmony list settings lr`
+    """
+    from fedharmony.config import built_in_configs
     from fedharmony.data.base import datasets
-    from fedharmony.experiments.settings import built_in_configs
     from fedharmony.methods.base import methods
     from fedharmony.models.base import models
     from fedharmony.partition.base import splitters
 
     load_plugins(plugin or ())
+    if kind is Kind.settings:
+        return print_settings_list(pattern)
     table = Table(box=None, show_header=False, pad_edge=False)
     if kind is Kind.configs:
         for name, path in built_in_configs().items():
@@ -514,6 +600,7 @@ def list_components(kind: Kind, plugin: Plugins = None) -> None:
             more = f"  (presets: {', '.join(presets)})" if len(presets) > 1 else ""
             table.add_row(Text(name, "bold"), registry.summary(name) + more)
     console().print(table)
+    return None
 
 
 app.command()(init)

@@ -17,7 +17,7 @@ import numpy as np
 import torch
 from PIL import Image
 
-from fedharmony.config import build, to_toml
+from fedharmony.config import build, in_toml
 from fedharmony.data.cache import FORMATS
 from fedharmony.data.check import Part, wrong_separator
 from fedharmony.data.features import FORMS, ID_COLUMNS, Features
@@ -336,8 +336,7 @@ def _seconds(settings: Settings, spec: InputSpec | FeatureSpec, classes: int) ->
     """Seconds to train on one image, measured."""
     backbone = make_backbone(settings, spec)
     model = Model(backbone, LinearHead(backbone.width, classes))
-    shape = (spec.width,) if isinstance(spec, FeatureSpec) else (3, spec.height, spec.width)
-    return seconds_per_image(model, model.init(torch_rng(0, "model")), shape, BATCH)
+    return seconds_per_image(model, model.init(torch_rng(0, "model")), spec.shape, BATCH)
 
 
 def _tree(draft: Draft) -> Mapping[str, Any]:
@@ -354,17 +353,10 @@ def _section(name: str, lines: Sequence[Line]) -> str:
     clients = 5  # few
     """
     rows = [
-        f"{line.key} = {_value(line.value)}" + (f"  # {line.why}" if line.why else "")
+        f"{line.key} = {in_toml(line.value)}" + (f"  # {line.why}" if line.why else "")
         for line in lines
     ]
     return "\n".join(["", f"[{name}]", *rows, ""])
-
-
-def _value(value: Any) -> str:
-    """A value as TOML, on one line."""
-    if isinstance(value, list):
-        return f"[{', '.join(map(_value, value))}]"
-    return to_toml({"k": value}).partition("=")[2].strip()
 
 
 def refuse_overwriting(out: Path, force: bool) -> None:

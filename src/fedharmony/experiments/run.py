@@ -165,8 +165,6 @@ def _rounds(assembly: Assembly, folder: RunFolder, saved: Saved, observe: Observ
     if crew().leads:
         for warning in outlook(assembly, first):
             logger.warning(warning)
-    for warning in outlook(assembly, first):
-        logger.warning(warning)
     state = saved.state.to(assembly.device)
     try:
         if first:  # a checkpoint is written before its round is evaluated
