@@ -126,7 +126,8 @@ class Features(Source):
                     "sample does not have the label."
                 )
         refuse_coarse(train)
-        return DataSet(self.name, train.classes, train.as_images(), test.as_images())
+        parts = train.as_images(), test.as_images()
+        return DataSet(self.name, train.classes, *parts, features=train.features)
 
     def check(self, tell: Tell | None = None) -> Check:
         """Read everything, and say what is there."""

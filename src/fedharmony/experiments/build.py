@@ -49,6 +49,7 @@ class Assembly:
         data: the data as clients see them, on the device.
         partition: who holds which image.
         clients: what each client trains on: its part, less what is held out.
+        for_thresholds: images held out to choose each label's threshold on, if any are.
         device: where to compute.
         means: how to compute.
         bound: the hashes of all this.
@@ -62,6 +63,7 @@ class Assembly:
     device: torch.device
     means: Means
     bound: Binding
+    for_thresholds: LabelledImages | None = None
 
     @property
     def settings(self) -> Settings:
@@ -128,10 +130,11 @@ def assemble(
         loaded, drafted = data, draft(settings, _contents_of(data), partition_file)
     plan, partition, clients = drafted.blueprint, drafted.partition, drafted.clients
     data = on_device(loaded, device)
+    # A label that the owner of an image does not annotate cannot serve to choose anything.
+    annotated = as_annotated(data.train, partition, settings)
     if drafted.held_out is not None:
-        # A label that the owner of an image does not annotate cannot serve to choose settings.
-        test = as_annotated(data.train, partition, settings).subset(drafted.held_out)
-        data = replace(data, test=test)
+        data = replace(data, test=annotated.subset(drafted.held_out))
+    chosen = drafted.for_thresholds
     if plan.gathered is None:
         data = as_clients_see(data, partition, settings)
     else:
@@ -148,6 +151,7 @@ def assemble(
         device=device,
         means=means.exact() if backbone.mixes_images else means,
         bound=bind(loaded, partition, drafted.held_out),
+        for_thresholds=None if chosen is None else annotated.subset(chosen),
     )
 
 
@@ -175,12 +179,14 @@ class Draft:
         partition: who holds which image.
         clients: what each client trains on.
         held_out: the training images that take the place of the test set, if any do.
+        for_thresholds: the training images that thresholds are chosen on, if any are.
         blueprint: the run without its data.
     """
 
     partition: Partition
     clients: Mapping[int, Index]
     held_out: Index | None
+    for_thresholds: Index | None
     blueprint: Blueprint
 
 
@@ -216,7 +222,8 @@ def contents(settings: Settings, complete: bool = False) -> Contents:
 
 
 def _contents_of(data: DataSet) -> Contents:
-    return Contents(data.classes, input_spec(data.train.images), data.train, data.test)
+    spec = input_spec(data.train.images, data.features)
+    return Contents(data.classes, spec, data.train, data.test)
 
 
 def _contents_of_files(source: FileSource, content: Content) -> Contents:
@@ -246,10 +253,10 @@ def _load(
     return data, drafted
 
 
-def input_spec(images: Images) -> InputSpec | FeatureSpec:
-    """What a backbone for these images, or feature vectors, is built for."""
+def input_spec(images: Images, names: tuple[str, ...] = ()) -> InputSpec | FeatureSpec:
+    """What a backbone for these images, or feature vectors (with names), is built for."""
     if len(images.shape) == 1:
-        return FeatureSpec(*moments(images))
+        return FeatureSpec(*moments(images), names)
     return InputSpec(*images.shape)
 
 
@@ -257,13 +264,16 @@ def draft(settings: Settings, data: Contents, partition_file: Path | None = None
     """Split the training images, and make everything that needs no pixels."""
     split, central, train = settings.split.common, settings.federation.central, data.train
     partition = draw_partition(settings, train.labels, train.users, partition_file)
-    clients, held_out = dict(enumerate(partition.indices)), None
+    clients, held_out, chosen = dict(enumerate(partition.indices)), None, None
     if split.holdout > 0:
-        clients, held_out = hold_out(partition, split.holdout)
+        clients, held_out = hold_out(clients, split.holdout, partition.seed, "holdout")
+    if settings.run.thresholds > 0:
+        share = settings.run.thresholds
+        clients, chosen = hold_out(clients, share, partition.seed, "thresholds")
     sizes = {k: len(index) for k, index in clients.items()}
     unknown = train.known is not None or (split.annotated < 1 and not central)
     facts = Facts(data.classes, data.input, sizes, unknown)
-    return Draft(partition, clients, held_out, blueprint(settings, facts))
+    return Draft(partition, clients, held_out, chosen, blueprint(settings, facts))
 
 
 def draw_partition(
@@ -299,22 +309,24 @@ def as_annotated(train: LabelledImages, partition: Partition, settings: Settings
     return replace(train, known=known if train.known is None else known & train.known)
 
 
-def hold_out(partition: Partition, share: float) -> tuple[dict[int, Index], Index]:
+def hold_out(
+    clients: Mapping[int, Index], share: float, seed: int, purpose: str
+) -> tuple[dict[int, Index], Index]:
     """What each client keeps, and what is held out of all of them; one image stays at least.
 
     Drawn with the split's own seed: the same for every method and run seed.
     """
     kept, held = {}, []
-    for client, own in enumerate(partition.indices):
-        order = numpy_rng(partition.seed, "holdout", client=client).permutation(own)
+    for client, own in clients.items():
+        order = numpy_rng(seed, purpose, client=client).permutation(own)
         cut = min(round(share * len(own)), len(own) - 1)
         kept[client] = np.sort(order[cut:])
         held.append(order[:cut])
     pool = np.sort(np.concatenate(held))
     if not len(pool):
         raise ConfigError(
-            f"split.holdout = {share:g} holds out no image at all: every client is too small. Use "
-            "fewer clients or a larger share."
+            f"A share of {share:g} (split.holdout, run.thresholds) holds out no image at all: "
+            "every client is too small. Use fewer clients or a larger share."
         )
     return kept, pool
 

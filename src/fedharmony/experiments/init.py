@@ -334,7 +334,7 @@ def _proposal(
 
 def _seconds(settings: Settings, spec: InputSpec | FeatureSpec, classes: int) -> float:
     """Seconds to train on one image, measured."""
-    backbone = make_backbone(settings, spec)
+    backbone = make_backbone(settings, settings.model.own, spec)
     model = Model(backbone, LinearHead(backbone.width, classes))
     return seconds_per_image(model, model.init(torch_rng(0, "model")), spec.shape, BATCH)
 

@@ -19,6 +19,7 @@ from fedharmony.experiments.evaluate import Evaluation, Results, evaluate, matri
 from fedharmony.experiments.folder import EventLog, RunFolder, Saved, environment
 from fedharmony.experiments.machine import switch_torch, with_threads
 from fedharmony.experiments.outlook import outlook
+from fedharmony.experiments.scores import save_scores, scores_of
 from fedharmony.experiments.settings import Settings
 from fedharmony.files import refuse_if_held
 from fedharmony.partition.report import split_report
@@ -186,6 +187,8 @@ def _rounds(assembly: Assembly, folder: RunFolder, saved: Saved, observe: Observ
         return {}
     (evaluation,) = latest
     folder.save_tensors("matrices.safetensors", matrices(assembly, state, evaluation.structure))
+    scores = scores_of(evaluation.scores, assembly.data.test, assembly.data.classes)
+    save_scores(folder.path, scores, settings.run.scores)
     record({"event": "finish", "status": "completed", "seconds": time.perf_counter() - began})
     results = summarise(assembly, state, evaluation, folder.read_events())
     memory.forget()  # no round is left that could ask for it

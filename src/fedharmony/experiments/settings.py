@@ -86,6 +86,10 @@ class RunSettings:
         eval_every: evaluate on the test set after every so many rounds (and after the last).
         label: shown in tables and figures instead of the method's name.
         plugins: Python files that register further components.
+        scores: keep the scores of the test images if they are at most so many (images × labels).
+        thresholds: share of each client's images that it does not train on, so that each label's
+            threshold can be chosen on them; 0 holds none out, and all labels share
+            ``metrics.threshold``.
     """
 
     method: str = "fedavg"
@@ -94,6 +98,8 @@ class RunSettings:
     eval_every: Annotated[int, Ge(1)] = 1
     label: Label | None = None
     plugins: tuple[str, ...] = ()
+    scores: Annotated[int, Ge(0)] = 10_000_000
+    thresholds: Annotated[float, Ge(0), Lt(1)] = 0.0
 
 
 @dataclass(frozen=True)

@@ -68,12 +68,14 @@ class FeatureSpec:
     Attributes:
         mean: per feature, its mean in the training data.
         std: per feature, its standard deviation there; 1 for a feature that never changes.
+        names: of the features, where they have any.
     """
 
     kind: ClassVar[str] = "feature vectors"
 
     mean: tuple[float, ...]
     std: tuple[float, ...]
+    names: tuple[str, ...] = ()
 
     @property
     def width(self) -> int:
