@@ -7,6 +7,7 @@ out is a commented TOML file, checked as ``run`` would check it.
 from __future__ import annotations
 
 import io
+import math
 import statistics
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
@@ -18,6 +19,7 @@ import torch
 from PIL import Image
 
 from fedharmony.config import build, in_toml
+from fedharmony.data.base import DataSet
 from fedharmony.data.cache import FORMATS
 from fedharmony.data.check import Part, wrong_separator
 from fedharmony.data.features import FORMS, ID_COLUMNS, Features
@@ -62,6 +64,8 @@ SAMPLE = 32
 EPOCHS, BATCH = 5, 16
 #: Rounds that a run has at least and at most, and the seconds it should take on a CPU.
 FEWEST, MOST, BUDGET = 5, 50, 1800.0
+#: Rounds of a run on arrays, and patches that its images are cut into at most.
+ROUNDS, PATCHES = 20, 64
 #: Clients of a split that is drawn: at most so many, with at least so many samples on average; and
 #: how many of them take part in a round.
 CLIENTS, PER_CLIENT, COHORT = 50, 30, 20
@@ -267,6 +271,38 @@ def _trailing(names: Sequence[str], wanted: set[str]) -> list[str]:
     while first and names[first - 1] in wanted:
         first -= 1
     return list(names[first:])
+
+
+# Arrays -------------------------------------------------------------------------------------------
+
+
+def fitting(data: DataSet) -> Mapping[str, Any]:
+    """Settings for data in memory.
+
+    They are the same on every machine: nothing is timed, and no pre-trained weights are looked for.
+    """
+    shape = data.train.images.shape
+    if len(shape) == 1:
+        model = [Line("name", "mlp"), Line("hidden", [256])]
+    else:
+        sizes = (Line("width", 64), Line("depth", 2), Line("heads", 4))
+        model = [Line("name", "vit"), *sizes, Line("patch", _patch(*shape[1:]))]
+    draft = _draft([Line("name", data.name)], data.train, model, 1e-3, pretrained=True)
+    if data.train.users is not None:
+        draft["split"].append(Line("max_images", len(data.train)))
+    draft["run"].append(Line("rounds", ROUNDS))
+    return _tree(draft)
+
+
+def _patch(height: int, width: int) -> int:
+    """The side of the patches that images are cut into: the smallest that gives 64 or fewer.
+
+    >>> _patch(32, 32), _patch(64, 64), _patch(28, 28), _patch(37, 37), _patch(480, 640)
+    (4, 8, 4, 37, 80)
+    """
+    both = math.gcd(height, width)
+    sides = [side for side in range(4, both + 1) if both % side == 0]
+    return next((side for side in sides if height * width <= PATCHES * side**2), both)
 
 
 # The file -----------------------------------------------------------------------------------------
