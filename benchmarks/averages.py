@@ -37,7 +37,7 @@ def rule_of(text: str) -> float | str:
 def curves(
     settings: Settings, rules: list[str], every: int
 ) -> tuple[dict[str, Curve], list[float | None]]:
-    """mAP and CF1 of each rule, and ρ of each round."""
+    """MAP and CF1 of each rule, and ρ of each round."""
     assembly = assemble(settings)
     averages = {name: ServerAverage(rule_of(name)) for name in rules}
     start = assembly.initial_state()

@@ -34,7 +34,7 @@ from fedharmony.engine.room import StackRule, Trial
 from fedharmony.errors import ConfigError
 from fedharmony.experiments.build import assemble
 from fedharmony.experiments.evaluate import evaluate
-from fedharmony.experiments.machine import choose_means
+from fedharmony.experiments.machine import choose_means, switch_torch
 from fedharmony.experiments.settings import EngineSettings, load_settings
 from fedharmony.methods.base import methods
 from fedharmony.metrics import MetricOptions, ScoreStore
@@ -721,7 +721,7 @@ def test_deterministic_runs_time_no_sums_in_any_compiled_function(
     monkeypatch.setattr(torch.utils.deterministic, "fill_uninitialized_memory", True)
     told = list[bool]()
     try:
-        assemble(settings)
+        switch_torch(settings.engine)
         for function in (lambda x: x.softmax(-1), lambda x: x.tanh().sum()):
             x = torch.rand(3, 4, requires_grad=True)
             Compiled(function)(x).sum().backward()

@@ -37,6 +37,7 @@ from fedharmony.cli_settings import (
     print_settings,
     print_settings_list,
 )
+from fedharmony.cli_use import predict
 from fedharmony.errors import ClientLimitError, ConfigError, FedHarmonyError, Stopped
 from fedharmony.reading import is_folder
 from fedharmony.registry import load_plugins
@@ -85,7 +86,19 @@ Out = Annotated[
 Device = Annotated[
     str | None, typer.Option(help="cpu, cuda, cuda:1, …; by default CUDA where there is one.")
 ]
-Quiet = Annotated[bool, typer.Option("--quiet", "-q", metavar="", help="Print only the result.")]
+
+
+def _hush(quiet: bool) -> bool:
+    """Leave warnings only of what the package says, from the first setting that is read."""
+    if quiet:
+        logging.getLogger("fedharmony").setLevel(logging.WARNING)
+    return quiet
+
+
+Quiet = Annotated[
+    bool,
+    typer.Option("--quiet", "-q", metavar="", help="Print only the result.", callback=_hush),
+]
 DryRun = Annotated[
     bool,
     typer.Option(
@@ -236,9 +249,7 @@ def _ended_by_sigterm() -> Iterator[None]:
 
 def _progress(quiet: bool) -> Progress:
     """Live progress, and what the parts of a run have to say; quiet, only their warnings."""
-    if quiet:
-        logging.getLogger("fedharmony").setLevel(logging.WARNING)
-    return Progress(quiet=quiet)
+    return Progress(quiet=_hush(quiet))
 
 
 def _leads() -> bool:
@@ -469,14 +480,17 @@ def demo(
     device: Device = None,
     quiet: Quiet = False,
 ) -> None:
-    """FedAvg and FedHarmony side by side, on data the package makes itself.
+    """FedAvg, FedHarmony and FedHarmony:plus side by side, on data the package makes itself.
 
-    Needs no data and no network and takes about a minute on two CPU cores.
+    Needs no data and no network and takes about two minutes on two CPU cores.
     """
     overrides = [] if rounds is None else [f"run.rounds={rounds}"]
     settings = _settings("demo", overrides, device, None)
-    folder = out or _unused(Path("runs") / "demo")
-    _compare(settings, "demo", ["fedavg", "fedharmony"], _numbers(seeds), folder, quiet)
+    from fedharmony.experiments.folder import unused
+
+    folder = out or unused(Path("runs") / "demo")
+    names = ["fedavg", "fedharmony", "fedharmony:plus"]
+    _compare(settings, "demo", names, _numbers(seeds), folder, quiet)
 
 
 def _compare(
@@ -516,15 +530,6 @@ def _compare(
             ):
                 write_file(folder / f"table.{suffix}", text.encode())
     _show_runs(runs, quiet)
-
-
-def _unused(folder: Path) -> Path:
-    """``folder``, or ``folder-2``, … if it is taken."""
-    number, free = 1, folder
-    while free.exists():
-        number += 1
-        free = folder.with_name(f"{folder.name}-{number}")
-    return free
 
 
 def _words(text: str) -> list[str]:
@@ -603,6 +608,7 @@ def list_components(
     return None
 
 
+app.command()(predict)
 app.command()(init)
 app.command()(partition)
 app.add_typer(data_app, name="data")

@@ -15,7 +15,7 @@ import numpy.typing as npt
 import torch
 
 from fedharmony.data.base import DataSet, LabelledImages, Source, TensorImages, datasets
-from fedharmony.data.features import Samples, refuse_coarse
+from fedharmony.data.features import FARTHEST
 from fedharmony.data.table import UNKNOWN, held_out
 from fedharmony.errors import DataError
 from fedharmony.types import Index, Labels
@@ -57,12 +57,14 @@ def inputs_of(given: Any) -> TensorImages:
     """
     array = array_of(given, "images")
     if array.ndim == 2 and array.dtype.kind in "fiub":
+        with np.errstate(over="ignore"):
+            array = array.astype(np.float32)
         if array.size == 0 or not np.isfinite(array).all():
             raise DataError(
                 "The feature vectors are empty, or some of their numbers are missing or not "
                 "finite. Fill them in first."
             )
-        return TensorImages(torch.from_numpy(array.astype(np.float32)))
+        return TensorImages(torch.from_numpy(array))
     if array.dtype != np.uint8 or array.ndim not in (3, 4):
         hint = ""
         if array.ndim == 4 and array.dtype.kind == "f":
@@ -104,8 +106,8 @@ def labels_of(given: Any) -> Labels:
     if not np.isin(values[~unknown], (0, 1)).all():
         row, column = np.argwhere(~unknown & ~np.isin(values, (0, 1)))[0]
         raise DataError(
-            f"Labels must be 0, 1, or NaN or -1 for unknown; image {row} has {values[row, column]:g}"
-            f" for label {column}."
+            "Labels must be 0 or 1, or NaN or -1 where they are unknown; label "
+            f"{column} of image {row} is {values[row, column]:g}."
         )
     return np.where(unknown, UNKNOWN, values).astype(np.uint8)
 
@@ -186,20 +188,21 @@ def data_set(
         if not 0 < test < 1:
             raise DataError(f"test = {test} must be a share between 0 and 1, or (images, labels).")
         kept, held = held_out([f"{i:012d}" for i in rows], float(test), SEED)
-        parts = [_part(pool, told, owners, rows[some]) for some in (kept, held)]
-        return DataSet("arrays", names, *parts)
+        train, tested = (_part(pool, told, owners, rows[some]) for some in (kept, held))
+        return DataSet("arrays", names, train, tested)
     try:
         others, truth = test
     except (TypeError, ValueError):
         raise DataError("test must be a share between 0 and 1, or (images, labels).") from None
-    tested, truth = _matching(others, truth)
-    if tested.shape != pool.shape or truth.shape[1] != told.shape[1]:
+    test_images, truth = _matching(others, truth)
+    if test_images.shape != pool.shape or truth.shape[1] != told.shape[1]:
         raise DataError(
             f"Training images of shape {pool.shape} with {told.shape[1]} labels do not fit test "
-            f"images of shape {tested.shape} with {truth.shape[1]}."
+            f"images of shape {test_images.shape} with {truth.shape[1]}."
         )
     train = _part(pool, told, owners, rows)
-    return DataSet("arrays", names, train, _part(tested, truth, None, np.arange(len(truth))))
+    tested = _part(test_images, truth, None, np.arange(len(truth)))
+    return DataSet("arrays", names, train, tested)
 
 
 def _matching(images: Any, labels: Any) -> tuple[TensorImages, Labels]:
@@ -208,10 +211,20 @@ def _matching(images: Any, labels: Any) -> tuple[TensorImages, Labels]:
     if len(inputs) != len(told):
         raise DataError(f"There are {len(inputs):,} images but {len(told):,} rows of labels.")
     if len(inputs.shape) == 1:
-        values = inputs.pixels.numpy()
-        columns = tuple(f"column {i}" for i in range(values.shape[1]))
-        refuse_coarse(Samples("the array", columns, (), values, told, None, None, None))
+        _refuse_coarse(array_of(images, "images").astype(np.float64))
     return inputs, told
+
+
+def _refuse_coarse(values: npt.NDArray[np.float64]) -> None:
+    """Refuse features so far from zero that 32 bits can hardly tell their values apart."""
+    mean, std = values.mean(0), values.std(0)
+    far = (np.abs(mean) > FARTHEST * std) & (values.max(0) > values.min(0))
+    if far.any():
+        i = int(np.argmax(far))
+        raise DataError(
+            f"Column {i} of the feature vectors has mean {mean[i]:g} and standard deviation "
+            f"{std[i]:g}; in 32 bits its values can hardly be told apart. Subtract the mean."
+        )
 
 
 def _part(

@@ -75,13 +75,13 @@ def plan(base: Settings, labels: Sequence[str], seeds: Sequence[int], out: Path)
     return runs
 
 
-def rehearse(runs: Sequence[Planned], observe: Observer) -> DataSet:
+def rehearse(runs: Sequence[Planned], observe: Observer, data: DataSet | None = None) -> DataSet:
     """Build what every run is made of, and hold it against the runs that are there already.
 
     Whatever cannot work (a head that a method needs, data that changed since a run was made) is
-    refused here, before the first run starts. Returns the data, which all runs share.
+    refused here, before the first run starts. Returns the data, which all runs share; ``data``
+    saves loading them.
     """
-    data: DataSet | None = None
     built: dict[str, Binding] = {}
     for run in runs:
         refuse_if_held(run.folder.path)

@@ -20,7 +20,7 @@ from PIL import Image
 
 from fedharmony.config import build, in_toml
 from fedharmony.data.base import DataSet
-from fedharmony.data.cache import FORMATS
+from fedharmony.data.cache import FORMATS, IMAGE_ENDINGS
 from fedharmony.data.check import Part, wrong_separator
 from fedharmony.data.features import FORMS, ID_COLUMNS, Features
 from fedharmony.data.file_source import AnnotatedFiles
@@ -46,7 +46,6 @@ from fedharmony.models.hub import cached
 from fedharmony.reading import is_folder, is_there, read_regular
 from fedharmony.rng import torch_rng
 
-IMAGE_ENDINGS = (".jpg", ".jpeg", ".png", ".webp", ".bmp", ".tif", ".tiff", ".gif", ".ppm")
 LABEL_COLUMNS = ("labels", "label", "tags", "classes")
 #: Models with pre-trained weights, smallest first.
 PRETRAINED = {

@@ -14,6 +14,7 @@ from fedharmony.data.base import DataSet
 from fedharmony.engine.federation import Event
 from fedharmony.engine.memory import SEALS, ClientMemory
 from fedharmony.errors import CheckpointError, FedHarmonyError, Stopped
+from fedharmony.experiments import trained
 from fedharmony.experiments.build import Assembly, Observer, assemble
 from fedharmony.experiments.evaluate import Evaluation, Results, evaluate, matrices, summarise
 from fedharmony.experiments.folder import EventLog, RunFolder, Saved, environment
@@ -116,6 +117,7 @@ def _first_round(
     if crew().leads:
         folder.write_json("environment.json", environment(assembly.device))
         folder.write_json("binding.json", assembly.bound)
+        folder.write_json(trained.FILE, trained.describe(assembly.blueprint))
         assembly.partition.save(folder["partition.json"])
         labels, seed = assembly.data.train.labels, settings.split.common.seed
         report = split_report(labels, assembly.partition, seed)

@@ -11,6 +11,7 @@ import logging
 from collections.abc import Sequence
 from dataclasses import dataclass
 from pathlib import Path
+from typing import Any
 
 import numpy as np
 import numpy.typing as npt
@@ -82,7 +83,7 @@ def save_scores(folder: Path, scores: Scores, most: int) -> None:
         )
         (folder / FILE).unlink(missing_ok=True)
         return
-    tensors = {"scores": scores.scores, "labels": scores.labels}
+    tensors: dict[str, npt.NDArray[Any]] = {"scores": scores.scores, "labels": scores.labels}
     if scores.known is not None:
         tensors["known"] = scores.known.astype(np.uint8)
     write_file(folder / FILE, safetensors.numpy.save(tensors, header))
