@@ -1,8 +1,8 @@
-"""Training, comparing and using models from Python.
+"""Training, comparing and using models from Python::
 
->>> import fedharmony as fh
->>> run = fh.train(images, labels, clients=10, rounds=5)           # doctest: +SKIP
->>> run.metrics["mAP"], run.predict(new_images)                    # doctest: +SKIP
+    import fedharmony as fh
+    run = fh.train(images, labels, clients=10, rounds=5)
+    print(run.metrics["mAP"], run.predict(new_images))
 
 A call does what the command of the same name does, and leaves the same folder behind: ``fedharmony
 report``, ``predict`` and ``compare`` work on it, too.
