@@ -1,4 +1,6 @@
-"""Training, comparing and using models from Python::
+"""Training, comparing and using models from Python.
+
+In short::
 
     import fedharmony as fh
     run = fh.train(images, labels, clients=10, rounds=5)

@@ -37,7 +37,7 @@ from fedharmony.cli_settings import (
     print_settings,
     print_settings_list,
 )
-from fedharmony.cli_use import predict
+from fedharmony.cli_use import export, predict
 from fedharmony.errors import ClientLimitError, ConfigError, FedHarmonyError, Stopped
 from fedharmony.reading import is_folder
 from fedharmony.registry import load_plugins
@@ -609,6 +609,7 @@ def list_components(
 
 
 app.command()(predict)
+app.command()(export)
 app.command()(init)
 app.command()(partition)
 app.add_typer(data_app, name="data")

@@ -102,6 +102,28 @@ def predict(
         raise typer.Exit(1)
 
 
+def export(
+    run: RunArgument,
+    to: Annotated[Path, typer.Option("--to", callback=usable, help="A new folder for the model.")],
+    onnx: Annotated[
+        bool, typer.Option("--onnx", metavar="", help="Write model.onnx, too (extra `onnx`).")
+    ] = False,
+) -> None:
+    """Write the model of a finished run for other programs: weights, config.json, a model card.
+
+    Example: `fedharmony export runs/demo-fedharmony-seed0 --to model --onnx`
+
+    Weights have timm's names where timm has such a model. What is written was compared with the
+    run's own scores.
+    """
+    from fedharmony.experiments.export import export as write
+    from fedharmony.experiments.folder import RunFolder
+    from fedharmony.experiments.trained import load_model
+
+    for file in write(load_model(RunFolder(run), "cpu"), to, onnx):
+        say(file)
+
+
 def table_of(found: Sequence[Prediction], rule: Rule, classes: Sequence[str]) -> Iterator[str]:
     """Images and their labels with scores, as lines of a table; what cannot be read is left out."""
     width = min(max(len(prediction.name) for prediction in found), WIDEST)

@@ -377,6 +377,13 @@ class Method:
         """The message that ``normalise`` sees when the global model is evaluated."""
         return {}
 
+    def normalisation(self, state: Record) -> tuple[Sequence[float], Sequence[float]]:
+        """Mean and standard deviation by which ``normalise`` works outside of training.
+
+        Per channel for images in [0, 1], or per feature; for whoever uses the model elsewhere.
+        """
+        return self.task.mean, self.task.std
+
     def predict(self, outputs: Tensor, state: Record) -> Tensor:
         """Scores in [0, 1] from the model's outputs."""
         return outputs.sigmoid()

@@ -181,6 +181,13 @@ class Backbone(ABC):
         """The same backbone with its parts compiled; itself where it has none to compile."""
         return self
 
+    def as_timm(self) -> tuple[str, dict[str, Any]] | None:
+        """Architecture and arguments with which timm makes the same network, if it can.
+
+        Names of parameters are then timm's, but for ``backbone.`` before them.
+        """
+        return None
+
     def elements(self) -> int:
         """Numbers per image that the layers hand on, which is what compiling saves time on.
 
