@@ -73,6 +73,12 @@ Device = Annotated[
     str | None, typer.Option(help="cpu, cuda, cuda:1, …; by default CUDA where there is one.")
 ]
 Quiet = Annotated[bool, typer.Option("--quiet", "-q", metavar="", help="Print only the result.")]
+Against = Annotated[
+    str | None,
+    typer.Option(
+        help="Show how far every method lies from this one, with intervals: fedavg, for instance."
+    ),
+]
 Plugins = Annotated[
     list[Path] | None,
     typer.Option("--plugin", help="Python file that registers a method, data set, … of your own."),
@@ -240,9 +246,11 @@ def _show_runs(runs: Runs, quiet: bool) -> None:
     from fedharmony.report.page import write_report
     from fedharmony.report.tables import table_of
 
-    report = write_report(runs)
+    report, table = write_report(runs), table_of(runs)
     screen = console()
-    screen.print(table_of(runs).to_rich(screen.width))
+    screen.print(table.to_rich(screen.width))
+    if table.differences is not None:
+        screen.print(table.differences.to_rich())
     if not quiet:
         screen.print(f"Report: {report}", soft_wrap=True)
 
@@ -318,6 +326,7 @@ def compare(
     seeds: Annotated[
         str, typer.Option(help="Comma-separated seeds of run and initial model.")
     ] = "0,1,2",
+    against: Against = None,
     out: Out = None,
     device: Device = None,
     quiet: Quiet = False,
@@ -333,7 +342,8 @@ def compare(
     _one_process("compare")
     settings = _settings(config, overrides, device, plugin)
     folder = out or Path("runs") / f"{Path(config).stem}-comparison"
-    _compare(settings, Path(config).stem, _words(method_list), _numbers(seeds), folder, quiet)
+    name, labels = Path(config).stem, _words(method_list)
+    _compare(settings, name, labels, _numbers(seeds), folder, quiet, against)
 
 
 @app.command()
@@ -414,6 +424,7 @@ def _compare(
     seeds: Sequence[int],
     folder: Path,
     quiet: bool,
+    against: str | None = None,
 ) -> None:
     from fedharmony.engine.checkpoint import write_file
     from fedharmony.experiments import compare as comparison
@@ -422,6 +433,8 @@ def _compare(
     from fedharmony.report.tables import table_of
 
     planned = comparison.plan(settings, labels, seeds, folder)
+    if against is not None:
+        comparison.refuse_reference(against, {run.label for run in planned})
     with _progress(quiet) as progress, _repeatable(folder):
         data = comparison.rehearse(planned, progress)
 
@@ -430,7 +443,7 @@ def _compare(
             return progress
 
         with RunFolder(folder).writing():
-            comparison.write_index(folder, name, planned)  # one under way can be reported
+            comparison.write_index(folder, name, planned, against)  # can be reported from now on
             comparison.execute(planned, observer, data)
             runs = load(folder)
             table = table_of(runs)
@@ -476,16 +489,18 @@ def report(
         Path | None,
         typer.Option("--out", "-o", callback=usable, help="Where to write the page."),
     ] = None,
+    against: Against = None,
     plugin: Plugins = None,
 ) -> None:
     """Write the HTML report of a run, of a comparison, or of several of both side by side.
 
     Example: `fedharmony report runs/a runs/b --out both.html`
     """
+    from fedharmony.report.load import load
     from fedharmony.report.page import write_report
 
     load_plugins(plugin or ())
-    say(write_report(folders, out))
+    say(write_report(load(folders, against), out))
 
 
 @app.command(name="list")

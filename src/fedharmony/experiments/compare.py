@@ -6,12 +6,12 @@ at any time, and extended by further methods or seeds.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Collection, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 
 from fedharmony.data.base import DataSet
-from fedharmony.errors import ConfigError
+from fedharmony.errors import ConfigError, nearest
 from fedharmony.experiments.binding import Binding
 from fedharmony.experiments.build import Observer, assemble
 from fedharmony.experiments.evaluate import Results
@@ -75,6 +75,17 @@ def plan(base: Settings, labels: Sequence[str], seeds: Sequence[int], out: Path)
     return runs
 
 
+def refuse_reference(against: str, labels: Collection[str]) -> None:
+    """Refuse a method to compare with that is not among those compared."""
+    if against not in labels:
+        raise ConfigError(
+            f"--against {against}: no method of the comparison has this name. "
+            f"{nearest(against, labels)}"
+        )
+    if len(labels) < 2:
+        raise ConfigError(f"--against {against}: there is no other method to compare with it.")
+
+
 def rehearse(runs: Sequence[Planned], observe: Observer) -> DataSet:
     """Build what every run is made of, and hold it against the runs that are there already.
 
@@ -120,13 +131,14 @@ def execute(
     return results
 
 
-def write_index(out: Path, name: str, runs: Sequence[Planned]) -> None:
-    """``comparison.json``: which runs belong together, in order."""
+def write_index(out: Path, name: str, runs: Sequence[Planned], against: str | None = None) -> None:
+    """``comparison.json``: which runs belong together, in order, and which one is the reference."""
     make_folder(out)
     RunFolder(out).write_json(
         "comparison.json",
         {
             "config": name,
+            "against": against,
             "methods": list(dict.fromkeys(run.label for run in runs)),
             "seeds": list(dict.fromkeys(run.seed for run in runs)),
             "runs": [
