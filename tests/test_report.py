@@ -924,7 +924,7 @@ def test_elsewhere_there_is_one_line_per_round(cases: dict[str, Path]) -> None:
     target = console(terminal=False)
     events = events_of(cases["fedharmony"])
     with Progress(console=target) as show:
-        show.begin(2, 6, "fedharmony seed 1")
+        show.follow(2, 6, "fedharmony seed 1", 30)
         for event in events:
             show(event)
             if event["event"] == "evaluate":

@@ -18,6 +18,7 @@ import threading
 import traceback
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager, suppress
+from dataclasses import dataclass
 from datetime import UTC, datetime
 from enum import StrEnum
 from pathlib import Path
@@ -29,14 +30,21 @@ from rich.text import Text
 
 import fedharmony
 from fedharmony.cli_data import data_app, init, models_app, partition, usable
-from fedharmony.errors import ClientLimitError, ConfigError, FedHarmonyError, Stopped
+from fedharmony.errors import (
+    ClientLimitError,
+    ConfigError,
+    FedHarmonyError,
+    RunsFailedError,
+    Stopped,
+)
 from fedharmony.reading import is_folder
 from fedharmony.registry import load_plugins
-from fedharmony.report.progress import Progress
+from fedharmony.report.progress import Board, Observer, Progress
 from fedharmony.terminal import PlainFormatter, console, replace_unknown, say
 
 if TYPE_CHECKING:
     from fedharmony.experiments.compare import Planned
+    from fedharmony.experiments.jobs import Workers
     from fedharmony.experiments.settings import Settings
     from fedharmony.report.load import Runs
 
@@ -71,6 +79,16 @@ Out = Annotated[
 ]
 Device = Annotated[
     str | None, typer.Option(help="cpu, cuda, cuda:1, …; by default CUDA where there is one.")
+]
+Devices = Annotated[
+    str | None,
+    typer.Option(help="As for run; several, as in cuda:0,cuda:1, take turns in serving --jobs."),
+]
+Jobs = Annotated[
+    int | None,
+    typer.Option(
+        "--jobs", "-j", min=1, max=1024, help="Runs at once, each in a process of its own."
+    ),
 ]
 Quiet = Annotated[bool, typer.Option("--quiet", "-q", metavar="", help="Print only the result.")]
 Against = Annotated[
@@ -211,11 +229,11 @@ def _ended_by_sigterm() -> Iterator[None]:
         signal.signal(signal.SIGTERM, before)
 
 
-def _progress(quiet: bool) -> Progress:
+def _progress(quiet: bool, kind: type[Progress] = Progress) -> Progress:
     """Live progress, and what the parts of a run have to say; quiet, only their warnings."""
     if quiet:
         logging.getLogger("fedharmony").setLevel(logging.WARNING)
-    return Progress(quiet=quiet)
+    return kind(quiet=quiet)
 
 
 def _leads() -> bool:
@@ -327,8 +345,9 @@ def compare(
         str, typer.Option(help="Comma-separated seeds of run and initial model.")
     ] = "0,1,2",
     against: Against = None,
+    jobs: Jobs = None,
     out: Out = None,
-    device: Device = None,
+    device: Devices = None,
     quiet: Quiet = False,
     plugin: Plugins = None,
 ) -> None:
@@ -337,13 +356,15 @@ def compare(
     Example: `fedharmony compare demo --methods fedavg,fedharmony,fedharmony:a --seeds 0,1,2`
 
     Finished runs are skipped and unfinished ones continued, so the same command can be repeated or
-    extended. The table (mean ± sd) is printed and written as table.md, table.csv and table.tex.
+    extended. With `--jobs N`, N runs go on at once and share the CPU threads. The table (mean ± sd)
+    is printed and written as table.md, table.csv and table.tex.
     """
     _one_process("compare")
-    settings = _settings(config, overrides, device, plugin)
+    crowd = _Crowd(jobs, _words(device or ""))
+    settings = _settings(config, overrides, crowd.devices[0] if crowd.devices else None, plugin)
     folder = out or Path("runs") / f"{Path(config).stem}-comparison"
     name, labels = Path(config).stem, _words(method_list)
-    _compare(settings, name, labels, _numbers(seeds), folder, quiet, against)
+    _compare(settings, name, labels, _numbers(seeds), folder, quiet, against, crowd)
 
 
 @app.command()
@@ -353,8 +374,9 @@ def tune(
     method_list: Annotated[
         str, typer.Option("--methods", help="Comma-separated methods; `all` takes every method.")
     ] = "all",
+    jobs: Jobs = None,
     out: Out = None,
-    device: Device = None,
+    device: Devices = None,
     quiet: Quiet = False,
     plugin: Plugins = None,
 ) -> None:
@@ -370,17 +392,20 @@ def tune(
     _one_process("tune")
     from fedharmony.experiments.tune import CRITERION, Search
 
-    settings = _settings(config, overrides, device, plugin)
+    crowd = _Crowd(jobs, _words(device or ""))
+    settings = _settings(config, overrides, crowd.devices[0] if crowd.devices else None, plugin)
     folder = out or Path("runs") / f"{Path(config).stem}-tuned"
-    search = Search(settings, _words(method_list), folder)
-    with _progress(quiet) as progress:
+    search = Search(settings, _words(method_list), folder, crowd.size)
+    with crowd.progress(quiet) as progress, _repeatable(folder), crowd.workers() as workers:
 
-        def observer(i: int, planned: Planned) -> Callable[[dict[str, Any]], None]:
-            progress.begin(i + 1, search.size, f"{planned.label} {planned.folder.path.name}")
-            return progress
+        def observer(i: int, planned: Planned) -> Observer:
+            name, rounds = (
+                f"{planned.label} {planned.folder.path.name}",
+                planned.settings.run.rounds,
+            )
+            return progress.follow(i + 1, search.size, name, rounds)
 
-        with _repeatable(folder):
-            found = search.run(observer, progress)
+        found = search.run(observer, progress, workers)
     table = Table(box=None, pad_edge=False)
     for heading in ("Method", "lr", "setting", f"{CRITERION} before", f"{CRITERION} found", ""):
         table.add_column(heading, justify="left" if heading in ("Method", "setting") else "right")
@@ -417,6 +442,42 @@ def demo(
     _compare(settings, "demo", ["fedavg", "fedharmony"], _numbers(seeds), folder, quiet)
 
 
+@dataclass(frozen=True)
+class _Crowd:
+    """How many runs go on at once, and where."""
+
+    jobs: int | None = None
+    devices: Sequence[str] = ()
+
+    def __post_init__(self) -> None:
+        """Refuse devices that nobody would use."""
+        if self.size < len(self.devices):
+            raise ConfigError(
+                f"--device {','.join(self.devices)} names {len(self.devices)} devices for --jobs "
+                f"{self.size}. Give at least as many jobs, or leave --jobs out."
+            )
+
+    @property
+    def size(self) -> int:
+        """Runs at once: one per device if nobody says."""
+        return self.jobs or max(1, len(self.devices))
+
+    def progress(self, quiet: bool) -> Progress:
+        """What shows so many runs."""
+        return _progress(quiet, Board if self.size > 1 else Progress)
+
+    @contextmanager
+    def workers(self) -> Iterator[Workers | None]:
+        """The processes, if there are several; they end with the block."""
+        from fedharmony.experiments.jobs import Workers
+
+        if self.size == 1:
+            yield None
+            return
+        with Workers(self.size, self.devices) as workers:
+            yield workers
+
+
 def _compare(
     settings: Settings,
     name: str,
@@ -425,35 +486,53 @@ def _compare(
     folder: Path,
     quiet: bool,
     against: str | None = None,
+    crowd: _Crowd = _Crowd(),  # noqa: B008 (frozen)
 ) -> None:
-    from fedharmony.engine.checkpoint import write_file
     from fedharmony.experiments import compare as comparison
     from fedharmony.experiments.folder import RunFolder
     from fedharmony.report.load import load
-    from fedharmony.report.tables import table_of
 
-    planned = comparison.plan(settings, labels, seeds, folder)
+    planned = comparison.plan(settings, labels, seeds, folder, crowd.size)
     if against is not None:
         comparison.refuse_reference(against, {run.label for run in planned})
-    with _progress(quiet) as progress, _repeatable(folder):
+    failed: RunsFailedError | None = None
+    with crowd.progress(quiet) as progress, _repeatable(folder), crowd.workers() as workers:
         data = comparison.rehearse(planned, progress)
 
-        def observer(i: int, planned_run: Planned) -> Callable[[dict[str, Any]], None]:
-            progress.begin(i + 1, len(planned), f"{planned_run.label} seed {planned_run.seed}")
-            return progress
+        def observer(i: int, run: Planned) -> Observer:
+            title, rounds = f"{run.label} seed {run.seed}", run.settings.run.rounds
+            return progress.follow(i + 1, len(planned), title, rounds)
 
         with RunFolder(folder).writing():
             comparison.write_index(folder, name, planned, against)  # can be reported from now on
-            comparison.execute(planned, observer, data)
+            try:
+                if workers is None:
+                    comparison.execute(planned, observer, data)
+                else:
+                    workers.execute(planned, observer)
+            except RunsFailedError as error:
+                failed = error
+                if all(run.results is None for run in planned):
+                    raise
             runs = load(folder)
-            table = table_of(runs)
-            for suffix, text in (
-                ("md", table.to_markdown()),
-                ("csv", table.to_csv()),
-                ("tex", table.to_latex()),
-            ):
-                write_file(folder / f"table.{suffix}", text.encode())
+            _write_tables(runs)
     _show_runs(runs, quiet)
+    if failed is not None:
+        raise failed
+
+
+def _write_tables(runs: Runs) -> None:
+    """The tables of a comparison, in its folder."""
+    from fedharmony.engine.checkpoint import write_file
+    from fedharmony.report.tables import table_of
+
+    table = table_of(runs)
+    for suffix, text in (
+        ("md", table.to_markdown()),
+        ("csv", table.to_csv()),
+        ("tex", table.to_latex()),
+    ):
+        write_file(runs.home / f"table.{suffix}", text.encode())
 
 
 def _unused(folder: Path) -> Path:
@@ -653,7 +732,10 @@ def main() -> None:
     except FedHarmonyError as error:
         if debug:
             say(_trace(error), err=True)
-        _complain(str(error))
+        traces = error.failures if isinstance(error, RunsFailedError) else ()
+        kept = [_keep(f.details, f.folder) for f in traces if f.details]
+        where = "".join(f" A trace is in {place}; please report it." for place in kept if place)
+        _complain(f"{error}{where}")
         code = 1 if isinstance(error, ClientLimitError) else 2
     except (typer.Abort, KeyboardInterrupt):
         say("Stopped.", err=True)

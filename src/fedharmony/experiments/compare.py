@@ -40,6 +40,11 @@ class Planned:
         """The run's seed."""
         return self.settings.run.seed
 
+    @property
+    def results(self) -> Results | None:
+        """What the run gave; None if it is not finished."""
+        return finished(self.folder) if self.folder.holds_run() else None
+
 
 def names_of(labels: Sequence[str]) -> list[str]:
     """Methods as asked for, each once; ``all`` stands for every registered one."""
@@ -47,13 +52,16 @@ def names_of(labels: Sequence[str]) -> list[str]:
     return list(dict.fromkeys(names))
 
 
-def plan(base: Settings, labels: Sequence[str], seeds: Sequence[int], out: Path) -> list[Planned]:
+def plan(
+    base: Settings, labels: Sequence[str], seeds: Sequence[int], out: Path, jobs: int = 1
+) -> list[Planned]:
     """All runs, checked before the first one starts.
 
     A seed sets the run and the initial model; data and split stay as configured. ``all`` stands
-    for every registered method, ``central`` for training on all images in one place.
+    for every registered method, ``central`` for training on all images in one place. ``jobs`` runs
+    are to share the machine.
     """
-    names, base = names_of(labels), with_threads(base)
+    names, base = names_of(labels), with_threads(base, jobs)
     if not names or not seeds:
         raise ConfigError("A comparison needs at least one method and one seed.")
     refuse_if_held(out)
@@ -113,22 +121,24 @@ def execute(
     observer: Callable[[int, Planned], Observer],
     data: DataSet | None = None,
 ) -> list[Results]:
-    """Carry out a plan; ``observer(i, run)`` gives the observer of the i-th run.
+    """Carry out a plan, one run after the other; ``observer(i, run)`` gives the i-th observer.
 
     ``data`` is what :func:`rehearse` has loaded.
     """
     results = []
     for i, run in enumerate(runs):
-        done = finished(run.folder) if run.folder.holds_run() else None
-        if done is None:
-            observe = observer(i, run)
-            done = (
-                resume(run.folder, observe, data=data)
-                if run.folder.holds_run()
-                else start(run.settings, run.folder, observe, data)
-            )
-        results.append(done)
+        done = run.results
+        results.append(carry_out(run, observer(i, run), data) if done is None else done)
     return results
+
+
+def carry_out(
+    run: Planned, observe: Observer, data: DataSet | None, device: str | None = None
+) -> Results:
+    """Start a run, or go on with what is there of it, on another ``device`` if one is given."""
+    if run.folder.holds_run():
+        return resume(run.folder, observe, device, data)
+    return start(run.settings, run.folder, observe, data)
 
 
 def write_index(out: Path, name: str, runs: Sequence[Planned], against: str | None = None) -> None:

@@ -17,11 +17,10 @@ Runs that are compared must share the counts: what a hard image does to both the
 from __future__ import annotations
 
 from collections.abc import Iterator
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import numpy as np
 import numpy.typing as npt
-from scipy.sparse import csr_array
 
 from fedharmony.metrics.multilabel import (
     Array,
@@ -37,6 +36,9 @@ from fedharmony.metrics.multilabel import (
 )
 from fedharmony.rng import numpy_rng
 from fedharmony.types import Index
+
+if TYPE_CHECKING:
+    from scipy.sparse import csr_array
 
 _NUMBERS_AT_ONCE = 1 << 24  # counts, or sums of counts, that are in memory together
 
@@ -157,5 +159,7 @@ class _Steps:
 
 def _sums(images: Index, ends: Index, count: int) -> csr_array:
     """The matrix that adds up counts of images between each end and the one before."""
+    from scipy.sparse import csr_array  # slow to import, and few runs need it
+
     starts = np.concatenate([[0], ends])
     return csr_array((np.ones(starts[-1]), images[: starts[-1]], starts), (len(ends), count))

@@ -12,7 +12,6 @@ import math
 from collections.abc import Sequence
 
 import numpy as np
-from scipy import stats
 
 from fedharmony.metrics.multilabel import Doubles
 
@@ -58,6 +57,8 @@ def student_interval(values: Sequence[float], level: float = LEVEL) -> tuple[flo
     >>> round(low, 3), round(high, 3)
     (-0.484, 4.484)
     """
+    from scipy import stats  # slow to import, and few runs need it
+
     if len(values) < 2:
         return math.nan, math.nan
     mean, error = float(np.mean(values)), float(np.std(values, ddof=1)) / math.sqrt(len(values))
@@ -75,6 +76,8 @@ def wilcoxon_p(differences: Sequence[float]) -> float:
     >>> wilcoxon_p([0.3, 0.1, 0.2]), wilcoxon_p([0.0, 0.0]), wilcoxon_p([])
     (0.25, 1.0, nan)
     """
+    from scipy import stats
+
     if not differences:
         return math.nan
     nonzero = [d for d in differences if d != 0]
