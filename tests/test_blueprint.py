@@ -20,6 +20,7 @@ from fedharmony.experiments.evaluate import evaluate
 from fedharmony.experiments.folder import RunFolder
 from fedharmony.experiments.machine import switch_torch
 from fedharmony.experiments.settings import load_settings
+from fedharmony.models.base import InputSpec
 from fedharmony.models.vit import ViT
 from test_imports import PACKAGE, imports
 from toy import same_bits
@@ -33,7 +34,7 @@ IDS = {3: 10, 8: 30, 5: 0}
 
 
 def facts(**changes: Any) -> Facts:
-    return replace(Facts(("cat", "dog"), (3, 16, 16), IDS), **changes)
+    return replace(Facts(("cat", "dog"), InputSpec(3, 16, 16), IDS), **changes)
 
 
 # -- without data ---------------------------------------------------------------------------------
@@ -47,7 +48,7 @@ def test_a_server_without_data_runs_the_same_rounds(method: str) -> None:
     whole = assembly.federation(ClientMemory())
     expected = whole.run(assembly.initial_state(), 0, lambda e: None, lambda t, s: None)
     known = assembly.blueprint.facts
-    alone = blueprint(assembly.settings, Facts(known.classes, known.image, dict(known.sizes)))
+    alone = blueprint(assembly.settings, Facts(known.classes, known.input, dict(known.sizes)))
     loop = alone.federation(assembly.federation(ClientMemory()).transport)
     found = loop.run(alone.initial_state(), 0, lambda e: None, lambda t, s: None)
     assert same_bits(found, expected)

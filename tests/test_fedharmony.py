@@ -410,7 +410,7 @@ def test_weights_by_size_and_quality() -> None:
     (each pair counts twice in numerator and denominator). Weights follow from s by
     q̄ = softmax(−s/std(s)) and ω = 0.4 n̄ + 0.6 q̄; recomputed here with NumPy.
     """
-    harmony = method(blocks=False)
+    harmony = method(blocks=False, temperature="adaptive")
     first = [reply(k, n, matrix(r, r, r)) for k, n, r in [(0, 30, 0.1), (1, 20, 0.3), (2, 50, 0.6)]]
     state = state_after(harmony, first)
     sent = harmony.broadcast(state, 3, [0, 1, 2])
@@ -631,7 +631,10 @@ def test_bounded_quality_by_hand() -> None:
     ω = (½ + x, ½ − x) has 1/(½ + 2x²) effective clients: 1.8 at x² = (1/1.8 − ½)/2 = 1/36, so
     x = 1/6 and ω = (⅔, ⅓). "adaptive" (γ = 2) would give (0.881, 0.119): 1.27 effective clients.
     """
-    assert omega([0.0, 1.0], temperature="bounded") == pytest.approx([2 / 3, 1 / 3], abs=1e-8)
+    found = omega([0.0, 1.0], temperature="bounded", min_effective=0.9)
+    assert found == pytest.approx([2 / 3, 1 / 3], abs=1e-8)
+    equal = omega([0.0, 1.0], temperature="bounded", min_effective=1.0)
+    assert equal == pytest.approx([0.5, 0.5], abs=1e-4)  # 1/Σω² is flat there
     free = omega([0.0, 1.0], temperature="bounded", min_effective=0.5)
     assert free == omega([0.0, 1.0], temperature="adaptive")
     assert free[0] == pytest.approx(1 / (1 + math.exp(-2)))
@@ -647,15 +650,17 @@ def test_bounded_quality_by_hand() -> None:
 def test_bounded_quality_keeps_effective_clients(
     s: list[float], alpha: float, least: float, data: st.DataObject
 ) -> None:
-    """At least the stated share of those by size, and never sharper than "adaptive"."""
+    """At least the stated share of those without quality, so also of those by size."""
     n = data.draw(st.lists(st.integers(1, 500), min_size=len(s), max_size=len(s)))
     found = omega(s, n=n, alpha=alpha, temperature="bounded", min_effective=least)
     by_size = [k / sum(n) for k in n]
+    without = [alpha * share + (1 - alpha) / len(n) for share in by_size]
 
     def effective(weights: list[float]) -> float:
         return 1 / sum(w * w for w in weights)
 
-    assert effective(found) >= least * effective(by_size) * (1 - 1e-9)
+    assert effective(found) >= least * effective(without) * (1 - 1e-9)
+    assert effective(without) >= effective(by_size) * (1 - 1e-9)
 
 
 @pytest.mark.parametrize(("least", "reliable"), [(10, [True, True, False]), (0, [True] * 3)])

@@ -12,8 +12,9 @@ from sklearn.linear_model import LogisticRegression
 
 from fedharmony.engine.memory import ClientMemory
 from fedharmony.errors import ConfigError
+from fedharmony.experiments.build import Assembly, assemble
 from fedharmony.experiments.folder import RunFolder
-from fedharmony.experiments.run import Assembly, assemble, start
+from fedharmony.experiments.run import start
 from fedharmony.experiments.settings import Settings, load_settings
 from fedharmony.losses import Batch
 from fedharmony.methods.base import Method, Task, methods
@@ -123,7 +124,7 @@ def test_inputs_are_standardised(file: Path) -> None:
     """Whatever their scale, the model sees training features of mean 0 and deviation 1."""
     made = assemble(settings(file))
     x = made.data.train.images.gather(torch.arange(len(made.data.train)), "cpu")
-    seen = made.method.normalise(x, {}, {})
+    seen = made.blueprint.method.normalise(x, {}, {})
     torch.testing.assert_close(seen.mean(0), torch.zeros(5), atol=1e-4, rtol=0)
     torch.testing.assert_close(seen.std(0, correction=0), torch.ones(5), atol=1e-4, rtol=0)
 
@@ -149,7 +150,7 @@ def test_linear_in_one_place_is_logistic_regression(file: Path, tmp_path: Path) 
     )
     part = made.data.train
     x = part.images.gather(torch.arange(len(part)), "cpu")
-    z = made.method.normalise(x, {}, {})
+    z = made.blueprint.method.normalise(x, {}, {})
     scores = (z @ params["head.weight"].T + params["head.bias"]).double().sigmoid().numpy()
     best = np.stack(
         [
@@ -256,8 +257,8 @@ def test_clients_tell_their_own_statistics(file: Path) -> None:
         made.initial_state(), 0, lambda event: None, lambda t, s: None
     )
     table = state.get(TABLE)
-    for k, index in enumerate(made.clients):
+    for k, index in made.clients.items():
         own = made.data.train.images.gather(torch.from_numpy(index), "cpu")
-        z = Method.normalise(made.method, own, {}, {})
+        z = Method.normalise(made.blueprint.method, own, {}, {})
         torch.testing.assert_close(table["mean"][k], z.mean(0), atol=1e-5, rtol=1e-5)
         torch.testing.assert_close(table["std"][k], z.std(0, correction=0), atol=1e-5, rtol=1e-5)

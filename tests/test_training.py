@@ -26,15 +26,15 @@ from fedharmony.engine.means import Means
 from fedharmony.engine.optimise import (
     MOMENTS,
     TrainSettings,
-    adam_corrections,
     adam_step,
     sgd_step,
+    step_factors,
 )
 from fedharmony.engine.room import StackRule, Trial
 from fedharmony.errors import ConfigError
 from fedharmony.experiments.build import assemble
 from fedharmony.experiments.evaluate import evaluate
-from fedharmony.experiments.machine import choose_means
+from fedharmony.experiments.machine import choose_means, switch_torch
 from fedharmony.experiments.settings import EngineSettings, load_settings
 from fedharmony.methods.base import methods
 from fedharmony.metrics import MetricOptions, ScoreStore
@@ -402,7 +402,7 @@ def test_the_optimiser_is_torch_s(optimiser: Any, decay: float) -> None:
         reference.grad = gradient.clone()
         theirs.step()
         clock = torch.tensor(t + 1, dtype=torch.float64)
-        corrections = adam_corrections(clock, torch.float64)
+        corrections = step_factors(clock, torch.ones_like(clock), torch.float64)
         step(written, gradient, moments, copy, corrections, settings)
     torch.testing.assert_close(written, reference.detach(), rtol=0, atol=1e-12)
     assert torch.equal(copy, written.bfloat16())
@@ -455,7 +455,9 @@ def test_lanes_move_each_parameter_by_itself(optimiser: Any) -> None:
             for n, shape in shapes.items()
         }
         lanes.step(gradients, width)
-        corrections = adam_corrections(torch.tensor(t).double(), torch.float64)
+        corrections = step_factors(
+            torch.tensor(t).double(), torch.tensor(1.0).double(), torch.float64
+        )
         for n, gradient in gradients.items():
             moments = [m[:width] for m in kept[n]]
             move(alone[n][:width], gradient, moments, None, corrections, settings)
@@ -721,7 +723,7 @@ def test_deterministic_runs_time_no_sums_in_any_compiled_function(
     monkeypatch.setattr(torch.utils.deterministic, "fill_uninitialized_memory", True)
     told = list[bool]()
     try:
-        assemble(settings)
+        switch_torch(settings.engine)
         for function in (lambda x: x.softmax(-1), lambda x: x.tanh().sum()):
             x = torch.rand(3, 4, requires_grad=True)
             Compiled(function)(x).sum().backward()

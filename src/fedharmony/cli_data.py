@@ -154,9 +154,9 @@ def prepare(
 
     A run does the same by itself when it finds no cache.
     """
-    from fedharmony.data.annotations import FileSource
     from fedharmony.data.cache import Resize
     from fedharmony.data.derived import in_bytes
+    from fedharmony.data.file_source import FileSource
 
     loader = source(name, path, changes)
     if not isinstance(loader, FileSource):

@@ -147,6 +147,7 @@ def blueprint(settings: Settings, facts: Facts) -> Blueprint:
         lr=train.lr,
         optimiser=train.optimiser,
         momentum=train.momentum,
+        schedule=train.schedule,
         loss=settings.loss,
         labels=facts.classes,
         average=federation.average,

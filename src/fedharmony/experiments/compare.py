@@ -47,8 +47,15 @@ class Planned:
 
 
 def names_of(labels: Sequence[str]) -> list[str]:
-    """Methods as asked for, each once; ``all`` stands for every registered one."""
-    names = [name for label in labels for name in (methods.names() if label == "all" else [label])]
+    """Methods as asked for, each once; ``all`` stands for every one, ``all:plus`` for their presets.
+
+    >>> names_of(["fedavg", "fedavg:plus", "fedavg"])
+    ['fedavg', 'fedavg:plus']
+    """
+    names = []
+    for label in labels:
+        name, colon, preset = label.partition(":")
+        names += [f"{n}{colon}{preset}" for n in (methods.names() if name == "all" else [name])]
     return list(dict.fromkeys(names))
 
 

@@ -329,11 +329,13 @@ class Settings:
     def central(self, seed: int) -> Settings:
         """One party that holds all images, with all their labels, and trains on them in one place.
 
-        Its rounds see as many images as the cohorts of the same settings do (``assemble``).
+        Its rounds see as many images as the cohorts of the same settings do (``assemble``). Its
+        learning rate decays: at a constant one it ends overfitted, and is no reference.
         """
         changed = self.with_run(CENTRAL_METHOD, seed)
         return replace(
             changed,
+            train=replace(self.train, schedule="cosine"),
             federation=replace(self.federation, central=True),
             run=replace(changed.run, label=CENTRAL),
         )

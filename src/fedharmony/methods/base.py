@@ -63,6 +63,7 @@ class Task:
     lr: float
     optimiser: Literal["adam", "sgd", "momentum"] = "adam"
     momentum: float = 0.9
+    schedule: Literal["constant", "cosine"] = "constant"
     loss: LossSettings = field(default_factory=LossSettings)
     labels: tuple[str, ...] = ()
     average: Literal["size", "uniform"] = "size"

@@ -56,6 +56,7 @@ from fedharmony.correlation import (
 from fedharmony.errors import ConfigError
 from fedharmony.losses import Batch, task_loss
 from fedharmony.methods.base import (
+    INGREDIENTS,
     ClientView,
     Groups,
     Method,
@@ -155,8 +156,9 @@ class FedHarmony(Method):
             horizon: T_0 of α_t = max(0, 1 − t/T_0), t = 0, 1, …; none means half of the rounds.
             temperature: γ of q = exp(−γ s); "adaptive" is 1/std(s) over the cohort; "bounded" the
                 largest γ up to that which leaves ``min_effective``.
-            min_effective: "bounded": least effective clients 1/Σω², as a share of those that
-                weights by size alone would have.
+            min_effective: "bounded": least effective clients 1/Σω², as a share of those that the
+                same weights without quality (γ = 0) have; never fewer than that share of those that
+                weights by size have.
             quality_min_examples: smaller clients get the cohort's mean discrepancy.
 
         Where labels are unknown, each pair of labels is estimated over the images on which both are
@@ -199,7 +201,7 @@ class FedHarmony(Method):
         client_clusters: bool = False
         horizon: Annotated[float, Gt(0)] | None = None
         temperature: Annotated[float, Ge(0)] | Literal["adaptive", "bounded"] = "bounded"
-        min_effective: Annotated[float, Gt(0), Le(1)] = 0.9
+        min_effective: Annotated[float, Gt(0), Le(1)] = 0.97
         quality_min_examples: Annotated[int, Ge(0)] = 10
 
         def __post_init__(self) -> None:
@@ -243,6 +245,8 @@ class FedHarmony(Method):
         # The rows of the paper's ablation table; "recommended" is A+B+C.
         "a": {"quality": False, "blocks": False},
         "ab": {"blocks": False},
+        # The alignment that does not make scores timid, and what helps every method.
+        "plus": {"normaliser": "pearson", "shrinkage": 0.03, **INGREDIENTS},
     }
     search: ClassVar[Mapping[str, Sequence[Any]]] = {"align_weight": (0.3, 1.0, 3.0, 10.0)}
 
@@ -508,7 +512,7 @@ class FedHarmony(Method):
         γ "adaptive" is 1 / (population) standard deviation of the reliable s, so that their scale
         does not matter; where they do not vary (below 1e-12) all qualities are equal. In a cohort
         of ten that leaves half of the clients without weight. "bounded" takes no more of γ than
-        leaves ``min_effective`` of the effective clients that size alone has, 1/Σ n̄_k².
+        leaves ``min_effective`` of the effective clients 1/Σω² that γ = 0 has.
 
         Args:
             n: Weights by size, (m,), not normalised.
@@ -527,7 +531,7 @@ class FedHarmony(Method):
             return omega(most)
         if gamma != "bounded":
             return omega(float(gamma))
-        least = self.config.min_effective * effective_clients(size)
+        least = self.config.min_effective * effective_clients(omega(0.0))
         low, high = 0.0, most
         if effective_clients(omega(high)) >= least:
             return omega(high)
