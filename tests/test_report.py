@@ -926,7 +926,7 @@ def test_elsewhere_there_is_one_line_per_round(cases: dict[str, Path]) -> None:
     target = console(terminal=False)
     events = events_of(cases["fedharmony"])
     with Progress(console=target) as show:
-        show.begin(2, 6, "fedharmony seed 1")
+        show.follow(2, 6, "fedharmony seed 1", 30)
         for event in events:
             show(event)
             if event["event"] == "evaluate":
@@ -967,7 +967,7 @@ def test_time_left_of_all_runs() -> None:
     target = console(terminal=False)
     show = Progress(console=target)
     for seconds, later in ((2.0, 2), (4.0, 1)):
-        show.begin(3 - later, 3, "x", later)
+        show.follow(3 - later, 3, "x", 4)
         show({"event": "start", "rounds": 4})
         for round in range(4):
             show({"event": "round", "round": round, "seconds": seconds})

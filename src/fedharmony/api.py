@@ -25,9 +25,16 @@ from fedharmony.config import built_in_configs, flat, nested
 from fedharmony.data.arrays import data_set, inputs_of, labels_of
 from fedharmony.data.base import DataSet, datasets
 from fedharmony.data.table import UNKNOWN
-from fedharmony.engine.checkpoint import write_file
 from fedharmony.errors import CheckpointError, ConfigError, DataError
-from fedharmony.experiments.compare import Planned, execute, plan, rehearse, write_index
+from fedharmony.experiments.build import Observer
+from fedharmony.experiments.compare import (
+    Planned,
+    execute,
+    plan,
+    refuse_reference,
+    rehearse,
+    write_index,
+)
 from fedharmony.experiments.evaluate import EVAL_BATCH
 from fedharmony.experiments.folder import RunFolder, folder_name, unused
 from fedharmony.experiments.init import fitting
@@ -42,7 +49,7 @@ from fedharmony.report.load import Runs
 from fedharmony.report.load import load as read_runs
 from fedharmony.report.page import write_report
 from fedharmony.report.progress import Progress
-from fedharmony.report.tables import table_of
+from fedharmony.report.tables import table_of, write_tables
 
 Array = npt.NDArray[np.float32]
 
@@ -254,6 +261,7 @@ def compare(
     *,
     methods: Sequence[str] = ("fedavg", "fedharmony"),
     seeds: Sequence[int] = (0,),
+    against: str | None = None,
     clients: Any = None,
     rounds: int | None = None,
     test: float | tuple[Any, Any] = 0.2,
@@ -271,6 +279,7 @@ def compare(
         methods: ``"name"``, ``"name:preset"``, ``"all"``, or ``"central"`` for training in one
             place.
         seeds: Of run and initial model.
+        against: Show how far every method lies from this one, with intervals.
         clients: Who holds which image.
         rounds: Communication rounds.
         test: What to test on.
@@ -286,21 +295,19 @@ def compare(
     )
     place = Path(out) if out is not None else unused(Path("runs") / f"{name}-comparison")
     planned = plan(composed, methods, seeds, place)
+    if against is not None:
+        refuse_reference(against, {run.label for run in planned})
     with Progress(quiet=quiet) as progress:
         data = rehearse(planned, progress, data)
 
-        def observer(i: int, run: Planned) -> Progress:
-            later = sum(finished(other.folder) is None for other in planned[i + 1 :])
-            progress.begin(i + 1, len(planned), f"{run.label} seed {run.seed}", later)
-            return progress
+        def observer(i: int, run: Planned) -> Observer:
+            title, rounds = f"{run.label} seed {run.seed}", run.settings.run.rounds
+            return progress.follow(i + 1, len(planned), title, rounds)
 
         with RunFolder(place).writing():
-            write_index(place, name, planned)
+            write_index(place, name, planned, against)
             execute(planned, observer, data)
-            table = table_of(read_runs(place))
-            texts = {"md": table.to_markdown(), "csv": table.to_csv(), "tex": table.to_latex()}
-            for suffix, text in texts.items():
-                write_file(place / f"table.{suffix}", text.encode())
+            write_tables(read_runs(place))
     return Comparison(place, device)
 
 

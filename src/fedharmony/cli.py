@@ -18,6 +18,7 @@ import threading
 import traceback
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager, suppress
+from dataclasses import dataclass
 from datetime import UTC, datetime
 from enum import StrEnum
 from pathlib import Path
@@ -38,14 +39,21 @@ from fedharmony.cli_settings import (
     print_settings_list,
 )
 from fedharmony.cli_use import export, predict
-from fedharmony.errors import ClientLimitError, ConfigError, FedHarmonyError, Stopped
+from fedharmony.errors import (
+    ClientLimitError,
+    ConfigError,
+    FedHarmonyError,
+    RunsFailedError,
+    Stopped,
+)
 from fedharmony.reading import is_folder
 from fedharmony.registry import load_plugins
-from fedharmony.report.progress import Progress
+from fedharmony.report.progress import Board, Observer, Progress
 from fedharmony.terminal import PlainFormatter, console, replace_unknown, say
 
 if TYPE_CHECKING:
     from fedharmony.experiments.compare import Planned
+    from fedharmony.experiments.jobs import Workers
     from fedharmony.experiments.settings import Settings
     from fedharmony.report.load import Runs
 
@@ -85,6 +93,22 @@ Out = Annotated[
 ]
 Device = Annotated[
     str | None, typer.Option(help="cpu, cuda, cuda:1, …; by default CUDA where there is one.")
+]
+Devices = Annotated[
+    str | None,
+    typer.Option(help="As for run; several, as in cuda:0,cuda:1, take turns in serving --jobs."),
+]
+Jobs = Annotated[
+    int | None,
+    typer.Option(
+        "--jobs", "-j", min=1, max=1024, help="Runs at once, each in a process of its own."
+    ),
+]
+Against = Annotated[
+    str | None,
+    typer.Option(
+        help="Show how far every method lies from this one, with intervals: fedavg, for instance."
+    ),
 ]
 
 
@@ -247,9 +271,9 @@ def _ended_by_sigterm() -> Iterator[None]:
         signal.signal(signal.SIGTERM, before)
 
 
-def _progress(quiet: bool) -> Progress:
+def _progress(quiet: bool, kind: type[Progress] = Progress) -> Progress:
     """Live progress, and what the parts of a run have to say; quiet, only their warnings."""
-    return Progress(quiet=_hush(quiet))
+    return kind(quiet=_hush(quiet))
 
 
 def _leads() -> bool:
@@ -280,9 +304,11 @@ def _show_runs(runs: Runs, quiet: bool) -> None:
     from fedharmony.report.page import write_report
     from fedharmony.report.tables import table_of
 
-    report = write_report(runs)
+    report, table = write_report(runs), table_of(runs)
     screen = console()
-    screen.print(table_of(runs).to_rich(screen.width))
+    screen.print(table.to_rich(screen.width))
+    if table.differences is not None:
+        screen.print(table.differences.to_rich())
     if not quiet:
         screen.print(f"Report: {report}", soft_wrap=True)
 
@@ -365,8 +391,10 @@ def compare(
     seeds: Annotated[
         str, typer.Option(help="Comma-separated seeds of run and initial model.")
     ] = "0,1,2",
+    against: Against = None,
+    jobs: Jobs = None,
     out: Out = None,
-    device: Device = None,
+    device: Devices = None,
     quiet: Quiet = False,
     dry_run: DryRun = False,
     plugin: Plugins = None,
@@ -376,10 +404,12 @@ def compare(
     Example: `fedharmony compare demo --methods fedavg,fedharmony,fedharmony:a --seeds 0,1,2`
 
     Finished runs are skipped and unfinished ones continued, so the same command can be repeated or
-    extended. The table (mean ± sd) is printed and written as table.md, table.csv and table.tex.
+    extended. With `--jobs N`, N runs go on at once and share the CPU threads. The table (mean ± sd)
+    is printed and written as table.md, table.csv and table.tex.
     """
     _one_process("compare")
-    settings = _settings(config, overrides, device, plugin)
+    crowd = _Crowd(jobs, _words(device or ""))
+    settings = _settings(config, overrides, crowd.devices[0] if crowd.devices else None, plugin)
     folder = out or Path("runs") / f"{Path(config).stem}-comparison"
     names, numbers = _words(method_list), _numbers(seeds)
     if dry_run:
@@ -387,7 +417,7 @@ def compare(
 
         print_plan(plan_of_comparison(settings, names, numbers, folder))
     else:
-        _compare(settings, Path(config).stem, names, numbers, folder, quiet)
+        _compare(settings, Path(config).stem, names, numbers, folder, quiet, against, crowd)
 
 
 @app.command()
@@ -402,8 +432,9 @@ def tune(
             help="Comma-separated methods; `all` takes every method.",
         ),
     ] = "all",
+    jobs: Jobs = None,
     out: Out = None,
-    device: Device = None,
+    device: Devices = None,
     quiet: Quiet = False,
     dry_run: DryRun = False,
     plugin: Plugins = None,
@@ -420,22 +451,24 @@ def tune(
     _one_process("tune")
     from fedharmony.experiments.tune import CRITERION, Search
 
-    settings = _settings(config, overrides, device, plugin)
+    crowd = _Crowd(jobs, _words(device or ""))
+    settings = _settings(config, overrides, crowd.devices[0] if crowd.devices else None, plugin)
     folder = out or Path("runs") / f"{Path(config).stem}-tuned"
     if dry_run:
         from fedharmony.experiments.dry_run import plan_of_search
 
         return print_plan(plan_of_search(settings, _words(method_list), folder))
-    search = Search(settings, _words(method_list), folder)
-    with _progress(quiet) as progress:
+    search = Search(settings, _words(method_list), folder, crowd.size)
+    with crowd.progress(quiet) as progress, _repeatable(folder), crowd.workers() as workers:
 
-        def observer(i: int, planned: Planned) -> Callable[[dict[str, Any]], None]:
-            name = f"{planned.label} {planned.folder.path.name}"
-            progress.begin(i + 1, search.size, name, search.size - i - 1)
-            return progress
+        def observer(i: int, planned: Planned) -> Observer:
+            name, rounds = (
+                f"{planned.label} {planned.folder.path.name}",
+                planned.settings.run.rounds,
+            )
+            return progress.follow(i + 1, search.size, name, rounds)
 
-        with _repeatable(folder):
-            found = search.run(observer, progress)
+        found = search.run(observer, progress, workers)
     table = Table(box=None, pad_edge=False)
     for heading in ("Method", "lr", "setting", f"{CRITERION} before", f"{CRITERION} found", ""):
         table.add_column(heading, justify="left" if heading in ("Method", "setting") else "right")
@@ -493,6 +526,42 @@ def demo(
     _compare(settings, "demo", names, _numbers(seeds), folder, quiet)
 
 
+@dataclass(frozen=True)
+class _Crowd:
+    """How many runs go on at once, and where."""
+
+    jobs: int | None = None
+    devices: Sequence[str] = ()
+
+    def __post_init__(self) -> None:
+        """Refuse devices that nobody would use."""
+        if self.size < len(self.devices):
+            raise ConfigError(
+                f"--device {','.join(self.devices)} names {len(self.devices)} devices for --jobs "
+                f"{self.size}. Give at least as many jobs, or leave --jobs out."
+            )
+
+    @property
+    def size(self) -> int:
+        """Runs at once: one per device if nobody says."""
+        return self.jobs or max(1, len(self.devices))
+
+    def progress(self, quiet: bool) -> Progress:
+        """What shows so many runs."""
+        return _progress(quiet, Board if self.size > 1 else Progress)
+
+    @contextmanager
+    def workers(self) -> Iterator[Workers | None]:
+        """The processes, if there are several; they end with the block."""
+        from fedharmony.experiments.jobs import Workers
+
+        if self.size == 1:
+            yield None
+            return
+        with Workers(self.size, self.devices) as workers:
+            yield workers
+
+
 def _compare(
     settings: Settings,
     name: str,
@@ -500,36 +569,41 @@ def _compare(
     seeds: Sequence[int],
     folder: Path,
     quiet: bool,
+    against: str | None = None,
+    crowd: _Crowd = _Crowd(),  # noqa: B008 (frozen)
 ) -> None:
-    from fedharmony.engine.checkpoint import write_file
     from fedharmony.experiments import compare as comparison
     from fedharmony.experiments.folder import RunFolder
-    from fedharmony.experiments.run import finished
     from fedharmony.report.load import load
-    from fedharmony.report.tables import table_of
+    from fedharmony.report.tables import write_tables
 
-    planned = comparison.plan(settings, labels, seeds, folder)
-    with _progress(quiet) as progress, _repeatable(folder):
+    planned = comparison.plan(settings, labels, seeds, folder, crowd.size)
+    if against is not None:
+        comparison.refuse_reference(against, {run.label for run in planned})
+    failed: RunsFailedError | None = None
+    with crowd.progress(quiet) as progress, _repeatable(folder), crowd.workers() as workers:
         data = comparison.rehearse(planned, progress)
 
-        def observer(i: int, planned_run: Planned) -> Callable[[dict[str, Any]], None]:
-            name = f"{planned_run.label} seed {planned_run.seed}"
-            later = sum(finished(run.folder) is None for run in planned[i + 1 :])
-            progress.begin(i + 1, len(planned), name, later)
-            return progress
+        def observer(i: int, run: Planned) -> Observer:
+            title, rounds = f"{run.label} seed {run.seed}", run.settings.run.rounds
+            return progress.follow(i + 1, len(planned), title, rounds)
 
         with RunFolder(folder).writing():
-            comparison.write_index(folder, name, planned)  # one under way can be reported
-            comparison.execute(planned, observer, data)
+            comparison.write_index(folder, name, planned, against)  # can be reported from now on
+            try:
+                if workers is None:
+                    comparison.execute(planned, observer, data)
+                else:
+                    workers.execute(planned, observer)
+            except RunsFailedError as error:
+                failed = error
+                if all(run.results is None for run in planned):
+                    raise
             runs = load(folder)
-            table = table_of(runs)
-            for suffix, text in (
-                ("md", table.to_markdown()),
-                ("csv", table.to_csv()),
-                ("tex", table.to_latex()),
-            ):
-                write_file(folder / f"table.{suffix}", text.encode())
+            write_tables(runs)
     _show_runs(runs, quiet)
+    if failed is not None:
+        raise failed
 
 
 def _words(text: str) -> list[str]:
@@ -556,16 +630,18 @@ def report(
         Path | None,
         typer.Option("--out", "-o", callback=usable, help="Where to write the page."),
     ] = None,
+    against: Against = None,
     plugin: Plugins = None,
 ) -> None:
     """Write the HTML report of a run, of a comparison, or of several of both side by side.
 
     Example: `fedharmony report runs/a runs/b --out both.html`
     """
+    from fedharmony.report.load import load
     from fedharmony.report.page import write_report
 
     load_plugins(plugin or ())
-    say(write_report(folders, out))
+    say(write_report(load(folders, against), out))
 
 
 @app.command(name="list")
@@ -732,7 +808,10 @@ def main() -> None:
     except FedHarmonyError as error:
         if debug:
             say(_trace(error), err=True)
-        _complain(str(error))
+        traces = error.failures if isinstance(error, RunsFailedError) else ()
+        kept = [_keep(f.details, f.folder) for f in traces if f.details]
+        where = "".join(f" A trace is in {place}; please report it." for place in kept if place)
+        _complain(f"{error}{where}")
         code = 1 if isinstance(error, ClientLimitError) else 2
     except (typer.Abort, KeyboardInterrupt):
         say("Stopped.", err=True)
