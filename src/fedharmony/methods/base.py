@@ -260,6 +260,11 @@ class Method:
         """Added to the name wherever results are shown, for settings that change what it means."""
         return ""
 
+    @property
+    def remark(self) -> str:
+        """What should be known of the method's settings before a run begins; mostly nothing."""
+        return ""
+
     # -- model ------------------------------------------------------------------------------------
 
     def head(self, width: int) -> Head:
