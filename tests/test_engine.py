@@ -29,6 +29,7 @@ from fedharmony.engine.batches import plan_batches
 from fedharmony.engine.checkpoint import digest, from_bytes, load_record, save_record, to_bytes
 from fedharmony.engine.federation import FederationSettings, Tally, problem
 from fedharmony.engine.means import Means
+from fedharmony.engine.optimise import TrainSettings
 from fedharmony.engine.sampling import Schedule, cohort_size, drops_out
 from fedharmony.errors import CheckpointError, ClientLimitError, ConfigError
 from fedharmony.losses import Batch, LossSettings, binary_cross_entropy
@@ -97,6 +98,29 @@ def test_first_adam_step_moves_every_weight_by_the_learning_rate() -> None:
     after, _ = toy.run()
     moved = (after.get(PARAMS)["head.bias"] - before.get(PARAMS)["head.bias"]).abs()
     torch.testing.assert_close(moved, torch.full_like(moved, 0.01), rtol=1e-5, atol=0)
+
+
+@pytest.mark.parametrize("optimiser", ["sgd", "adam", "momentum"])
+def test_the_learning_rate_of_a_round(optimiser: Any) -> None:
+    """Cosine over four rounds: ½(1 + cos 90°) = ½ in round 2, so a client moves half as far.
+
+    One full batch, one step: SGD and a fresh heavy ball move by lr · g, a fresh Adam by lr in every
+    weight, whatever the round.
+    """
+    assert [TrainSettings(schedule="cosine").rate(t, 4) for t in (0, 2)] == [1.0, 0.5]
+    assert TrainSettings(schedule="cosine").rate(1, 4) == pytest.approx((1 + math.sqrt(0.5)) / 2)
+    moved = {}
+    for schedule in ("constant", "cosine"):
+        toy = Toy(
+            rounds=4, optimiser=optimiser, epochs=1, batch_size=20, dtype=torch.float64, sizes=(12,)
+        )
+        toy.trainer.trainer.settings = replace(toy.trainer.trainer.settings, schedule=schedule)
+        stage, start = toy.method.stages(2)[0], toy.initial()
+        (answer,) = toy.transport.exchange(stage, 2, stage.broadcast(start, 2, [0]))
+        before, after = start.get(PARAMS), answer.record.get(PARAMS)
+        moved[schedule] = {n: after[n] - before[n] for n in before}
+    for name, step in moved["constant"].items():
+        torch.testing.assert_close(moved["cosine"][name], step / 2, rtol=1e-9, atol=1e-12)
 
 
 def test_optimiser_is_fresh_each_round() -> None:

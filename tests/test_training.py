@@ -26,9 +26,9 @@ from fedharmony.engine.means import Means
 from fedharmony.engine.optimise import (
     MOMENTS,
     TrainSettings,
-    adam_corrections,
     adam_step,
     sgd_step,
+    step_factors,
 )
 from fedharmony.engine.room import StackRule, Trial
 from fedharmony.errors import ConfigError
@@ -402,7 +402,7 @@ def test_the_optimiser_is_torch_s(optimiser: Any, decay: float) -> None:
         reference.grad = gradient.clone()
         theirs.step()
         clock = torch.tensor(t + 1, dtype=torch.float64)
-        corrections = adam_corrections(clock, torch.float64)
+        corrections = step_factors(clock, torch.ones_like(clock), torch.float64)
         step(written, gradient, moments, copy, corrections, settings)
     torch.testing.assert_close(written, reference.detach(), rtol=0, atol=1e-12)
     assert torch.equal(copy, written.bfloat16())
@@ -455,7 +455,9 @@ def test_lanes_move_each_parameter_by_itself(optimiser: Any) -> None:
             for n, shape in shapes.items()
         }
         lanes.step(gradients, width)
-        corrections = adam_corrections(torch.tensor(t).double(), torch.float64)
+        corrections = step_factors(
+            torch.tensor(t).double(), torch.tensor(1.0).double(), torch.float64
+        )
         for n, gradient in gradients.items():
             moments = [m[:width] for m in kept[n]]
             move(alone[n][:width], gradient, moments, None, corrections, settings)

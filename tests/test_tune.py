@@ -19,6 +19,7 @@ from fedharmony.experiments import tune
 from fedharmony.experiments.build import assemble, hold_out
 from fedharmony.experiments.compare import Planned, plan
 from fedharmony.experiments.folder import RunFolder
+from fedharmony.experiments.jobs import Workers
 from fedharmony.experiments.run import resume, start
 from fedharmony.experiments.settings import Settings, load_settings
 from fedharmony.experiments.tune import Choice, Search
@@ -221,12 +222,14 @@ def fake_scores(
     """Replace training by a table from (lr, value of the setting) to the score."""
     seen: list[Any] = []
 
-    def execute(planned: list[Planned], observer: Any, data: Any) -> list[dict[str, Any]]:
-        (run,) = planned
+    def score(run: Planned) -> dict[str, Any]:
         config = run.settings.method_config
         key = (run.settings.training.lr, getattr(config, "mu", None))
         seen.append((run.label, *key, run.settings.split.common.holdout, run.settings.run.rounds))
-        return [{"metrics": {"mAP": scores.get(key, 0.0)}}]
+        return {"metrics": {"mAP": scores.get(key, 0.0)}}
+
+    def execute(planned: list[Planned], observer: Any, data: Any) -> list[dict[str, Any]]:
+        return [score(run) for run in planned]
 
     monkeypatch.setattr(tune, "execute", execute)
     return seen
@@ -267,6 +270,37 @@ def test_first_the_rate_then_the_setting(monkeypatch: pytest.MonkeyPatch, tmp_pa
     assert best.split.common.holdout == 0.0
 
 
+def test_methods_searched_at_once_give_what_they_give_one_after_the_other(
+    monkeypatch: pytest.MonkeyPatch, tmp_path: Path
+) -> None:
+    """Trials that do not wait for each other are handed out together: all rates, then values."""
+    settings = load_settings("demo", ["tune.lr=[0.1, 0.01]", "tune.fedprox.mu=[0.1, 1.0, 1.0]"])
+    fake_scores(monkeypatch, {(0.1, 0.01): 0.5, (0.1, 1.0): 0.7, (0.01, None): 0.4})
+    handed: list[list[str]] = []
+    numbers: list[int] = []
+
+    class Together(Workers):
+        def execute(self, runs: Sequence[Planned], observer: Any) -> list[dict[str, Any]]:
+            handed.append([run.label for run in runs])
+            for i, run in enumerate(runs):
+                observer(i, run)
+            return tune.execute(runs, observer, None)
+
+    names = ["fedavg", "fedprox"]
+    apart = Search(settings, names, tmp_path / "a").run(lambda i, run: lambda event: None)
+
+    def observer(i: int, run: Planned) -> Any:
+        numbers.append(i)
+        return lambda event: None
+
+    together = Search(settings, names, tmp_path / "b").run(observer, workers=Together(2))
+    assert together == apart
+    assert handed == [["fedavg", "fedavg", "fedprox", "fedprox"], ["fedprox", "fedprox"]]
+    assert numbers == [0, 1, 2, 3, 4, 5]
+    found = [json.loads((tmp_path / n / "tune.json").read_text()) for n in "ab"]
+    assert found[0]["found"] == found[1]["found"]
+
+
 def test_a_default_that_wins_is_not_written(
     monkeypatch: pytest.MonkeyPatch, tmp_path: Path
 ) -> None:
@@ -284,12 +318,15 @@ def test_settings_are_searched_one_after_the_other(
     """Ingredients among them; each at the best values of those before it."""
     tried: list[Any] = []
 
-    def execute(planned: list[Planned], observer: Any, data: Any) -> list[dict[str, Any]]:
-        part = planned[0].settings.taking_part
-        key = (planned[0].settings.method_config.mu, part.head_start, part.server_average)
+    def score(run: Planned) -> dict[str, Any]:
+        part = run.settings.taking_part
+        key = (run.settings.method_config.mu, part.head_start, part.server_average)
         tried.append(key)
         scores = {(0.01, "random", 0.0): 0.5, (0.01, "closed_form", 0.0): 0.7}
-        return [{"metrics": {"mAP": scores.get(key, 0.6 if key[2] != 0.5 else 0.8)}}]
+        return {"metrics": {"mAP": scores.get(key, 0.6 if key[2] != 0.5 else 0.8)}}
+
+    def execute(planned: list[Planned], observer: Any, data: Any) -> list[dict[str, Any]]:
+        return [score(run) for run in planned]
 
     monkeypatch.setattr(tune, "execute", execute)
     grid = "tune.fedprox.federation"

@@ -2,4 +2,5 @@
 
 from fedharmony.cli import main
 
-main()
+if __name__ == "__main__":  # not in processes that `--jobs` starts
+    main()

@@ -18,6 +18,7 @@ import threading
 import traceback
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager, suppress
+from dataclasses import dataclass
 from datetime import UTC, datetime
 from enum import StrEnum
 from pathlib import Path
@@ -29,22 +30,36 @@ from rich.text import Text
 
 import fedharmony
 from fedharmony.cli_data import data_app, init, models_app, partition, usable
+from fedharmony.cli_settings import (
+    complete_change,
+    complete_config,
+    complete_methods,
+    print_plan,
+    print_settings,
+    print_settings_list,
+)
 from fedharmony.cli_use import export, predict
-from fedharmony.errors import ClientLimitError, ConfigError, FedHarmonyError, Stopped
+from fedharmony.errors import (
+    ClientLimitError,
+    ConfigError,
+    FedHarmonyError,
+    RunsFailedError,
+    Stopped,
+)
 from fedharmony.reading import is_folder
 from fedharmony.registry import load_plugins
-from fedharmony.report.progress import Progress
+from fedharmony.report.progress import Board, Observer, Progress
 from fedharmony.terminal import PlainFormatter, console, replace_unknown, say
 
 if TYPE_CHECKING:
     from fedharmony.experiments.compare import Planned
+    from fedharmony.experiments.jobs import Workers
     from fedharmony.experiments.settings import Settings
     from fedharmony.report.load import Runs
 
 app = typer.Typer(
     name="fedharmony",
     no_args_is_help=True,
-    add_completion=False,
     pretty_exceptions_enable=False,
     rich_markup_mode="markdown",
     help="Federated multi-label learning: FedHarmony (arXiv 2604.28024) and the methods it is "
@@ -56,7 +71,12 @@ app = typer.Typer(
 DEBUG = "--debug"
 
 ConfigArgument = Annotated[
-    str, typer.Argument(metavar="CONFIG", help="TOML file, or the name of a built-in one (demo).")
+    str,
+    typer.Argument(
+        metavar="CONFIG",
+        help="TOML file, or the name of a built-in one (demo).",
+        autocompletion=complete_config,
+    ),
 ]
 Overrides = Annotated[
     list[str] | None,
@@ -64,6 +84,7 @@ Overrides = Annotated[
         metavar="[KEY=VALUE | CONFIG]...",
         help="Settings to change, for instance `train.lr=0.001` or `run.method=fedavg`, or further "
         "TOML files whose settings come on top.",
+        autocompletion=complete_change,
     ),
 ]
 Out = Annotated[
@@ -72,6 +93,22 @@ Out = Annotated[
 ]
 Device = Annotated[
     str | None, typer.Option(help="cpu, cuda, cuda:1, …; by default CUDA where there is one.")
+]
+Devices = Annotated[
+    str | None,
+    typer.Option(help="As for run; several, as in cuda:0,cuda:1, take turns in serving --jobs."),
+]
+Jobs = Annotated[
+    int | None,
+    typer.Option(
+        "--jobs", "-j", min=1, max=1024, help="Runs at once, each in a process of its own."
+    ),
+]
+Against = Annotated[
+    str | None,
+    typer.Option(
+        help="Show how far every method lies from this one, with intervals: fedavg, for instance."
+    ),
 ]
 
 
@@ -85,6 +122,14 @@ def _hush(quiet: bool) -> bool:
 Quiet = Annotated[
     bool,
     typer.Option("--quiet", "-q", metavar="", help="Print only the result.", callback=_hush),
+]
+DryRun = Annotated[
+    bool,
+    typer.Option(
+        "--dry-run",
+        metavar="",
+        help="Check everything and show the plan; train nothing, write no run.",
+    ),
 ]
 Plugins = Annotated[
     list[Path] | None,
@@ -100,6 +145,7 @@ class Kind(StrEnum):
     splitters = "splitters"
     models = "models"
     configs = "configs"
+    settings = "settings"
 
 
 def _import_torch() -> None:
@@ -118,20 +164,27 @@ def _import_torch() -> None:
     gc.freeze()
 
 
+def _changes(
+    overrides: Sequence[str] | None, device: str | None, plugins: list[Path] | None
+) -> list[str]:
+    """What the options of a command say, as settings; plug-ins are loaded."""
+    changes = list(overrides or ())
+    if device is not None:
+        changes.append(f'engine.device="{device}"')
+    if plugins:
+        load_plugins(plugins)
+        files = ", ".join(f"'{path.resolve()}'" for path in plugins)
+        changes.append(f"run.plugins=[{files}]")
+    return changes
+
+
 def _settings(
     config: str, overrides: Sequence[str] | None, device: str | None, plugins: list[Path] | None
 ) -> Settings:
     _import_torch()
     from fedharmony.experiments.settings import load_settings
 
-    assignments = list(overrides or ())
-    if device is not None:
-        assignments.append(f'engine.device="{device}"')
-    if plugins:
-        load_plugins(plugins)
-        files = ", ".join(f"'{path.resolve()}'" for path in plugins)
-        assignments.append(f"run.plugins=[{files}]")
-    return load_settings(config, assignments)
+    return load_settings(config, _changes(overrides, device, plugins))
 
 
 class UnexpectedError(Exception):
@@ -218,9 +271,9 @@ def _ended_by_sigterm() -> Iterator[None]:
         signal.signal(signal.SIGTERM, before)
 
 
-def _progress(quiet: bool) -> Progress:
+def _progress(quiet: bool, kind: type[Progress] = Progress) -> Progress:
     """Live progress, and what the parts of a run have to say; quiet, only their warnings."""
-    return Progress(quiet=_hush(quiet))
+    return kind(quiet=_hush(quiet))
 
 
 def _leads() -> bool:
@@ -252,9 +305,11 @@ def _show_runs(runs: Runs, quiet: bool) -> None:
     from fedharmony.report.remarks import remarks
     from fedharmony.report.tables import table_of
 
-    report = write_report(runs)
+    report, table = write_report(runs), table_of(runs)
     screen = console()
-    screen.print(table_of(runs).to_rich(screen.width))
+    screen.print(table.to_rich(screen.width))
+    if table.differences is not None:
+        screen.print(table.differences.to_rich())
     if not quiet:
         for remark in remarks(runs):
             screen.print(remark, soft_wrap=True, highlight=False)
@@ -268,6 +323,7 @@ def run(
     out: Out = None,
     device: Device = None,
     quiet: Quiet = False,
+    dry_run: DryRun = False,
     plugin: Plugins = None,
 ) -> None:
     """Train one method, as a config file says.
@@ -283,10 +339,15 @@ def run(
 
     method = folder_name(settings.label)
     folder = out or Path("runs") / f"{Path(config).stem}-{method}-seed{settings.run.seed}"
+    if dry_run:
+        from fedharmony.experiments.dry_run import plan_of_run
+
+        return print_plan(plan_of_run(settings, folder))
     with _progress(quiet or not _leads()) as progress:
         _guarded(folder, lambda: runs.start(settings, RunFolder(folder), progress))
     if _leads():
         _show(folder, quiet)
+    return None
 
 
 @app.command()
@@ -325,6 +386,7 @@ def compare(
         str,
         typer.Option(
             "--methods",
+            autocompletion=complete_methods,
             help="Comma-separated methods; `name:preset` picks a preset, `all` takes every method, "
             "`central` trains in one place, on as many images as the cohorts see.",
         ),
@@ -332,9 +394,12 @@ def compare(
     seeds: Annotated[
         str, typer.Option(help="Comma-separated seeds of run and initial model.")
     ] = "0,1,2",
+    against: Against = None,
+    jobs: Jobs = None,
     out: Out = None,
-    device: Device = None,
+    device: Devices = None,
     quiet: Quiet = False,
+    dry_run: DryRun = False,
     plugin: Plugins = None,
 ) -> None:
     """Train several methods on several seeds: same data, split and cohorts for all.
@@ -342,12 +407,20 @@ def compare(
     Example: `fedharmony compare demo --methods fedavg,fedharmony,fedharmony:a --seeds 0,1,2`
 
     Finished runs are skipped and unfinished ones continued, so the same command can be repeated or
-    extended. The table (mean ± sd) is printed and written as table.md, table.csv and table.tex.
+    extended. With `--jobs N`, N runs go on at once and share the CPU threads. The table (mean ± sd)
+    is printed and written as table.md, table.csv and table.tex.
     """
     _one_process("compare")
-    settings = _settings(config, overrides, device, plugin)
+    crowd = _Crowd(jobs, _words(device or ""))
+    settings = _settings(config, overrides, crowd.devices[0] if crowd.devices else None, plugin)
     folder = out or Path("runs") / f"{Path(config).stem}-comparison"
-    _compare(settings, Path(config).stem, _words(method_list), _numbers(seeds), folder, quiet)
+    names, numbers = _words(method_list), _numbers(seeds)
+    if dry_run:
+        from fedharmony.experiments.dry_run import plan_of_comparison
+
+        print_plan(plan_of_comparison(settings, names, numbers, folder))
+    else:
+        _compare(settings, Path(config).stem, names, numbers, folder, quiet, against, crowd)
 
 
 @app.command()
@@ -355,11 +428,18 @@ def tune(
     config: ConfigArgument,
     overrides: Overrides = None,
     method_list: Annotated[
-        str, typer.Option("--methods", help="Comma-separated methods; `all` takes every method.")
+        str,
+        typer.Option(
+            "--methods",
+            autocompletion=complete_methods,
+            help="Comma-separated methods; `all` takes every method.",
+        ),
     ] = "all",
+    jobs: Jobs = None,
     out: Out = None,
-    device: Device = None,
+    device: Devices = None,
     quiet: Quiet = False,
+    dry_run: DryRun = False,
     plugin: Plugins = None,
 ) -> None:
     """Search the learning rate and settings of each method, on held-out training images.
@@ -374,17 +454,24 @@ def tune(
     _one_process("tune")
     from fedharmony.experiments.tune import CRITERION, Search
 
-    settings = _settings(config, overrides, device, plugin)
+    crowd = _Crowd(jobs, _words(device or ""))
+    settings = _settings(config, overrides, crowd.devices[0] if crowd.devices else None, plugin)
     folder = out or Path("runs") / f"{Path(config).stem}-tuned"
-    search = Search(settings, _words(method_list), folder)
-    with _progress(quiet) as progress:
+    if dry_run:
+        from fedharmony.experiments.dry_run import plan_of_search
 
-        def observer(i: int, planned: Planned) -> Callable[[dict[str, Any]], None]:
-            progress.begin(i + 1, search.size, f"{planned.label} {planned.folder.path.name}")
-            return progress
+        return print_plan(plan_of_search(settings, _words(method_list), folder))
+    search = Search(settings, _words(method_list), folder, crowd.size)
+    with crowd.progress(quiet) as progress, _repeatable(folder), crowd.workers() as workers:
 
-        with _repeatable(folder):
-            found = search.run(observer, progress)
+        def observer(i: int, planned: Planned) -> Observer:
+            name, rounds = (
+                f"{planned.label} {planned.folder.path.name}",
+                planned.settings.run.rounds,
+            )
+            return progress.follow(i + 1, search.size, name, rounds)
+
+        found = search.run(observer, progress, workers)
     table = Table(box=None, pad_edge=False)
     for heading in ("Method", "lr", "setting", f"{CRITERION} before", f"{CRITERION} found", ""):
         table.add_column(heading, justify="left" if heading in ("Method", "setting") else "right")
@@ -401,6 +488,24 @@ def tune(
     screen.print(table)
     if not quiet:
         screen.print(f"Settings: {folder / 'tuned.toml'}", soft_wrap=True)
+    return None
+
+
+@app.command()
+def show(
+    config: ConfigArgument,
+    overrides: Overrides = None,
+    device: Device = None,
+    plugin: Plugins = None,
+) -> None:
+    """Show every setting that a run would have, and where each value comes from.
+
+    Example: `fedharmony show demo methods/fedprox train.lr=0.01`
+
+    What is printed is a config file itself: `fedharmony show demo > mine.toml`.
+    """
+    _import_torch()
+    print_settings(config, _changes(overrides, device, plugin))
 
 
 @app.command()
@@ -417,9 +522,47 @@ def demo(
     """
     overrides = [] if rounds is None else [f"run.rounds={rounds}"]
     settings = _settings("demo", overrides, device, None)
-    folder = out or _unused(Path("runs") / "demo")
+    from fedharmony.experiments.folder import unused
+
+    folder = out or unused(Path("runs") / "demo")
     names = ["fedavg", "fedharmony", "fedharmony:plus"]
     _compare(settings, "demo", names, _numbers(seeds), folder, quiet)
+
+
+@dataclass(frozen=True)
+class _Crowd:
+    """How many runs go on at once, and where."""
+
+    jobs: int | None = None
+    devices: Sequence[str] = ()
+
+    def __post_init__(self) -> None:
+        """Refuse devices that nobody would use."""
+        if self.size < len(self.devices):
+            raise ConfigError(
+                f"--device {','.join(self.devices)} names {len(self.devices)} devices for --jobs "
+                f"{self.size}. Give at least as many jobs, or leave --jobs out."
+            )
+
+    @property
+    def size(self) -> int:
+        """Runs at once: one per device if nobody says."""
+        return self.jobs or max(1, len(self.devices))
+
+    def progress(self, quiet: bool) -> Progress:
+        """What shows so many runs."""
+        return _progress(quiet, Board if self.size > 1 else Progress)
+
+    @contextmanager
+    def workers(self) -> Iterator[Workers | None]:
+        """The processes, if there are several; they end with the block."""
+        from fedharmony.experiments.jobs import Workers
+
+        if self.size == 1:
+            yield None
+            return
+        with Workers(self.size, self.devices) as workers:
+            yield workers
 
 
 def _compare(
@@ -429,42 +572,41 @@ def _compare(
     seeds: Sequence[int],
     folder: Path,
     quiet: bool,
+    against: str | None = None,
+    crowd: _Crowd = _Crowd(),  # noqa: B008 (frozen)
 ) -> None:
-    from fedharmony.engine.checkpoint import write_file
     from fedharmony.experiments import compare as comparison
     from fedharmony.experiments.folder import RunFolder
     from fedharmony.report.load import load
-    from fedharmony.report.tables import table_of
+    from fedharmony.report.tables import write_tables
 
-    planned = comparison.plan(settings, labels, seeds, folder)
-    with _progress(quiet) as progress, _repeatable(folder):
+    planned = comparison.plan(settings, labels, seeds, folder, crowd.size)
+    if against is not None:
+        comparison.refuse_reference(against, {run.label for run in planned})
+    failed: RunsFailedError | None = None
+    with crowd.progress(quiet) as progress, _repeatable(folder), crowd.workers() as workers:
         data = comparison.rehearse(planned, progress)
 
-        def observer(i: int, planned_run: Planned) -> Callable[[dict[str, Any]], None]:
-            progress.begin(i + 1, len(planned), f"{planned_run.label} seed {planned_run.seed}")
-            return progress
+        def observer(i: int, run: Planned) -> Observer:
+            title, rounds = f"{run.label} seed {run.seed}", run.settings.run.rounds
+            return progress.follow(i + 1, len(planned), title, rounds)
 
         with RunFolder(folder).writing():
-            comparison.write_index(folder, name, planned)  # one under way can be reported
-            comparison.execute(planned, observer, data)
+            comparison.write_index(folder, name, planned, against)  # can be reported from now on
+            try:
+                if workers is None:
+                    comparison.execute(planned, observer, data)
+                else:
+                    workers.execute(planned, observer)
+            except RunsFailedError as error:
+                failed = error
+                if all(run.results is None for run in planned):
+                    raise
             runs = load(folder)
-            table = table_of(runs)
-            for suffix, text in (
-                ("md", table.to_markdown()),
-                ("csv", table.to_csv()),
-                ("tex", table.to_latex()),
-            ):
-                write_file(folder / f"table.{suffix}", text.encode())
+            write_tables(runs)
     _show_runs(runs, quiet)
-
-
-def _unused(folder: Path) -> Path:
-    """``folder``, or ``folder-2``, … if it is taken."""
-    number, free = 1, folder
-    while free.exists():
-        number += 1
-        free = folder.with_name(f"{folder.name}-{number}")
-    return free
+    if failed is not None:
+        raise failed
 
 
 def _words(text: str) -> list[str]:
@@ -491,28 +633,41 @@ def report(
         Path | None,
         typer.Option("--out", "-o", callback=usable, help="Where to write the page."),
     ] = None,
+    against: Against = None,
     plugin: Plugins = None,
 ) -> None:
     """Write the HTML report of a run, of a comparison, or of several of both side by side.
 
     Example: `fedharmony report runs/a runs/b --out both.html`
     """
+    from fedharmony.report.load import load
     from fedharmony.report.page import write_report
 
     load_plugins(plugin or ())
-    say(write_report(folders, out))
+    say(write_report(load(folders, against), out))
 
 
 @app.command(name="list")
-def list_components(kind: Kind, plugin: Plugins = None) -> None:
-    """What there is: methods, datasets, splitters, models, configs."""
+def list_components(
+    kind: Kind,
+    pattern: Annotated[
+        str, typer.Argument(metavar="[PATTERN]", help="Only settings that have to do with this.")
+    ] = "",
+    plugin: Plugins = None,
+) -> None:
+    """What there is: methods, datasets, splitters, models, configs, settings.
+
+    Example: `fedharmony list settings lr`
+    """
+    from fedharmony.config import built_in_configs
     from fedharmony.data.base import datasets
-    from fedharmony.experiments.settings import built_in_configs
     from fedharmony.methods.base import methods
     from fedharmony.models.base import models
     from fedharmony.partition.base import splitters
 
     load_plugins(plugin or ())
+    if kind is Kind.settings:
+        return print_settings_list(pattern)
     table = Table(box=None, show_header=False, pad_edge=False)
     if kind is Kind.configs:
         for name, path in built_in_configs().items():
@@ -529,6 +684,7 @@ def list_components(kind: Kind, plugin: Plugins = None) -> None:
             more = f"  (presets: {', '.join(presets)})" if len(presets) > 1 else ""
             table.add_row(Text(name, "bold"), registry.summary(name) + more)
     console().print(table)
+    return None
 
 
 app.command()(predict)
@@ -655,7 +811,10 @@ def main() -> None:
     except FedHarmonyError as error:
         if debug:
             say(_trace(error), err=True)
-        _complain(str(error))
+        traces = error.failures if isinstance(error, RunsFailedError) else ()
+        kept = [_keep(f.details, f.folder) for f in traces if f.details]
+        where = "".join(f" A trace is in {place}; please report it." for place in kept if place)
+        _complain(f"{error}{where}")
         code = 1 if isinstance(error, ClientLimitError) else 2
     except (typer.Abort, KeyboardInterrupt):
         say("Stopped.", err=True)

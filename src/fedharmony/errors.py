@@ -8,7 +8,9 @@ keeps the trace.
 from __future__ import annotations
 
 import difflib
-from collections.abc import Iterable
+from collections.abc import Iterable, Sequence
+from dataclasses import dataclass
+from pathlib import Path
 from typing import Any
 
 #: Characters of a value that a message repeats.
@@ -52,6 +54,38 @@ class Stopped(BaseException):
 
 class ClientLimitError(FedHarmonyError):
     """More clients failed than the run allows; its state has been saved."""
+
+
+@dataclass(frozen=True)
+class Failure:
+    """A run that failed.
+
+    Attributes:
+        folder: of the run.
+        reason: in a sentence.
+        details: the trace of what nobody foresaw, else empty.
+    """
+
+    folder: Path
+    reason: str
+    details: str = ""
+
+
+class RunsFailedError(FedHarmonyError):
+    """Some of several runs failed; the others are done.
+
+    Attributes:
+        failures: which runs, and why.
+    """
+
+    def __init__(self, failures: Sequence[Failure]) -> None:
+        told = " ".join(f"{failure.folder}: {failure.reason}" for failure in failures)
+        many = "1 run failed" if len(failures) == 1 else f"{len(failures)} runs failed"
+        super().__init__(
+            f"{many}; all others are done. {told} Mend the cause and give the same command again: "
+            "it repeats only what is not finished."
+        )
+        self.failures = tuple(failures)
 
 
 def nearest(word: str, choices: Iterable[str]) -> str:

@@ -18,9 +18,9 @@ from fedharmony.engine.gpu.compiled import CompiledRows
 from fedharmony.engine.optimise import (
     MOMENTS,
     TrainSettings,
-    adam_corrections,
     adam_step,
     sgd_step,
+    step_factors,
 )
 from fedharmony.types import LARGEST, Layout, Packed, Tensors
 
@@ -105,6 +105,8 @@ class Lanes:
         self.params = {n: t for b in self._blocks for n, t in b.layout.views(b.values).items()}
         self.losses = torch.zeros(size, device=some.device)
         self._clock = torch.zeros((), device=some.device, dtype=torch.float64)
+        #: The round's learning rate as a share of the settings'; read by every step.
+        self.rate = torch.ones_like(self._clock)
         step = adam_step if settings.optimiser == "adam" else sgd_step
         self._update = CompiledRows(step, backend) if compile else step
         self._saved: list[tuple[int, int, Tensor, Tensor]] = []
@@ -149,14 +151,14 @@ class Lanes:
         One pass over each parameter with memory of its own, one over all the rest.
         """
         self._clock += 1
-        corrections = adam_corrections(self._clock, self.dtype)
+        factors = step_factors(self._clock, self.rate, self.dtype)
         for block in self._blocks:
             for run in _runs(block.layout, [n for n in block.layout.places if n in gradients]):
                 places = [block.layout.places[name] for name in run]
                 joint = _joined([_as_rows(gradients[n]) for n in run], places, self.dtype)
-                self._pass(block, joint, slice(places[0].start, places[-1].stop), corrections)
+                self._pass(block, joint, slice(places[0].start, places[-1].stop), factors)
 
-    def _pass(self, block: _Block, gradient: Tensor, place: slice, corrections: Tensor) -> None:
+    def _pass(self, block: _Block, gradient: Tensor, place: slice, factors: Tensor) -> None:
         """The optimiser's step on a range of a block; the whole of it is flat memory."""
         part, length = (slice(len(gradient)), place), block.values.shape[1]
         memory = [block.values[part], *(m[part] for m in block.moments)]
@@ -165,15 +167,16 @@ class Lanes:
             row = math.gcd(length, ROW)
             memory, gradient = [t.reshape(-1, row) for t in memory], gradient.reshape(-1, row)
             copy = None if copy is None else copy.reshape(-1, row)
-        self._update(memory[0], gradient, memory[1:], copy, corrections, self._settings)
+        self._update(memory[0], gradient, memory[1:], copy, factors, self._settings)
 
     def shift(self, moves: Mapping[str, Tensor], scale: float, width: int) -> None:
-        """``θ ← θ − scale · move`` for the first ``width`` clients, outside the optimiser."""
+        """``θ ← θ − rate · scale · move`` for the first ``width`` clients, past the optimiser."""
         for block in self._blocks:
             copies = {} if block.copy is None else block.layout.views(block.copy)
             for name in block.layout.places:
                 if name in moves:
-                    self.params[name][:width].sub_(moves[name], alpha=scale)
+                    move = moves[name] * self.rate.to(self.dtype)
+                    self.params[name][:width].sub_(move, alpha=scale)
                     if name in copies:
                         copies[name][:width].copy_(self.params[name][:width])
 

@@ -7,6 +7,7 @@ stack replaces, and knows no bfloat16 copy to renew. Compiled, a step is one pas
 
 from __future__ import annotations
 
+import math
 from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Annotated, Literal
@@ -30,7 +31,8 @@ class TrainSettings:
         batch_size: images per step (B).
         optimiser: "adam"; "sgd" without momentum; or "momentum", SGD with a heavy ball. Each client
             starts every round with a fresh one; its state is neither kept nor sent.
-        lr: learning rate, constant.
+        lr: learning rate.
+        schedule: "constant"; or "cosine": in round t of T the rate is lr · ½(1 + cos(π t/T)).
         momentum: of the heavy ball.
         weight_decay: L2 weight decay, part of the gradient.
     """
@@ -39,8 +41,19 @@ class TrainSettings:
     batch_size: Annotated[int, Ge(1), Le(65_536)] = 16
     optimiser: Literal["adam", "sgd", "momentum"] = "adam"
     lr: Annotated[float, Gt(0)] = 1e-4
+    schedule: Literal["constant", "cosine"] = "constant"
     momentum: Annotated[float, Ge(0), Lt(1)] = 0.9
     weight_decay: Annotated[float, Ge(0)] = 0.0
+
+    def rate(self, round: int, rounds: int) -> float:
+        """The learning rate of a round, as a share of ``lr``.
+
+        >>> [TrainSettings(schedule="cosine").rate(t, 4) for t in (0, 2)]
+        [1.0, 0.5]
+        """
+        if self.schedule == "constant":
+            return 1.0
+        return 0.5 + 0.5 * math.cos(math.pi * round / rounds)
 
 
 def adam_step(
@@ -48,32 +61,35 @@ def adam_step(
     gradient: Tensor,
     moments: list[Tensor],
     copy: Tensor | None,
-    corrections: Tensor,
+    factors: Tensor,
     settings: TrainSettings,
 ) -> None:
     """Adam's step in place, as one pass over memory when compiled.
 
     ``m ← β₁ m + (1−β₁) g``, ``v ← β₂ v + (1−β₂) g²``,
-    ``θ ← θ − lr · m/(1−β₁ᵗ) / (√(v/(1−β₂ᵗ)) + ε)`` with ``g`` including ``weight_decay · θ``; then
-    the copy of θ in its own precision. ``corrections`` are those of :func:`adam_corrections`.
+    ``θ ← θ − lr · rate · m/(1−β₁ᵗ) / (√(v/(1−β₂ᵗ)) + ε)`` with ``g`` including
+    ``weight_decay · θ``; then the copy of θ in its own precision. ``factors`` are those of
+    :func:`step_factors`.
     """
     first, second = moments
     total = _decayed(param, gradient, settings)
     first.lerp_(total, 1 - BETAS[0])
     second.mul_(BETAS[1]).addcmul_(total, total, value=1 - BETAS[1])
-    root = second.sqrt() * corrections[1] + EPSILON
-    param.sub_(settings.lr * corrections[0] * first / root)
+    root = second.sqrt() * factors[1] + EPSILON
+    param.sub_(settings.lr * factors[0] * first / root)
     if copy is not None:
         copy.copy_(param)
 
 
-def adam_corrections(clock: Tensor, dtype: torch.dtype) -> Tensor:
-    """``1/(1−β₁ᵗ)`` and ``1/√(1−β₂ᵗ)`` at step t, from a clock in float64.
+def step_factors(clock: Tensor, rate: Tensor, dtype: torch.dtype) -> Tensor:
+    """``rate/(1−β₁ᵗ)`` and ``1/√(1−β₂ᵗ)`` at step t, and the rate; clock and rate in float64.
 
-    >>> adam_corrections(torch.tensor(1.0, dtype=torch.float64), torch.float32)
-    tensor([10.0000, 31.6228])
+    >>> one = torch.tensor(1.0, dtype=torch.float64)
+    >>> step_factors(one, one / 2, torch.float32)
+    tensor([ 5.0000, 31.6228,  0.5000])
     """
-    return torch.stack([1 / (1 - BETAS[0] ** clock), (1 - BETAS[1] ** clock).rsqrt()]).to(dtype)
+    first, second = rate / (1 - BETAS[0] ** clock), (1 - BETAS[1] ** clock).rsqrt()
+    return torch.stack([first, second, rate]).to(dtype)
 
 
 def sgd_step(
@@ -81,14 +97,14 @@ def sgd_step(
     gradient: Tensor,
     moments: list[Tensor],
     copy: Tensor | None,
-    corrections: Tensor,
+    factors: Tensor,
     settings: TrainSettings,
 ) -> None:
-    """``b ← ρ b + g``, ``θ ← θ − lr · b`` in place; without a moment ``b = g``."""
+    """``b ← ρ b + g``, ``θ ← θ − lr · rate · b`` in place; without a moment ``b = g``."""
     move = _decayed(param, gradient, settings)
     for ball in moments:
         move = ball.mul_(settings.momentum).add_(move)
-    param.sub_(move, alpha=settings.lr)
+    param.sub_(move * factors[2], alpha=settings.lr)
     if copy is not None:
         copy.copy_(param)
 

@@ -187,7 +187,7 @@ class Trainer:
     ) -> StackState:
         """Lanes that hold the received model, and everything else where steps find it."""
         data, message = self.data, StackedMessage(messages)
-        lanes = self._loaded_lanes(message, len(clients))
+        lanes = self._loaded_lanes(round, message, len(clients))
         carry = self.method.carries([data.view(k, round) for k in clients], messages)
         weights = data.label_weights(self.method.task.loss, clients)
         buffers = {name: tensor.clone() for name, tensor in message.stacked(BUFFERS).items()}
@@ -218,7 +218,7 @@ class Trainer:
             state.keep(name, tensors, len(clients))
         return state
 
-    def _loaded_lanes(self, message: StackedMessage, clients: int) -> Lanes:
+    def _loaded_lanes(self, round: int, message: StackedMessage, clients: int) -> Lanes:
         """The lanes of earlier stacks if they suffice, with the received model in them."""
         size, packed = self.means.width(clients), message.packed(PARAMS)
         if self._lanes is None or self._lanes.size < size:
@@ -230,6 +230,7 @@ class Trainer:
             self._lanes.load_row(packed.row, clients)
         else:
             self._lanes.load(message.stacked(PARAMS))
+        self._lanes.rate.fill_(self.settings.rate(round, self.method.task.rounds))
         return self._lanes
 
     def _constants(self, lanes: Lanes) -> Tensors:

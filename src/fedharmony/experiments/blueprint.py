@@ -171,6 +171,7 @@ def make_method(
         lr=train.lr,
         optimiser=train.optimiser,
         momentum=train.momentum,
+        schedule=train.schedule,
         loss=settings.loss,
         labels=facts.classes,
         average=settings.federation.average,

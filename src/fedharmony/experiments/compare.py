@@ -6,12 +6,12 @@ at any time, and extended by further methods or seeds.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Collection, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 
 from fedharmony.data.base import DataSet
-from fedharmony.errors import ConfigError
+from fedharmony.errors import ConfigError, nearest
 from fedharmony.experiments.binding import Binding
 from fedharmony.experiments.build import Observer, assemble
 from fedharmony.experiments.evaluate import Results
@@ -40,20 +40,35 @@ class Planned:
         """The run's seed."""
         return self.settings.run.seed
 
+    @property
+    def results(self) -> Results | None:
+        """What the run gave; None if it is not finished."""
+        return finished(self.folder) if self.folder.holds_run() else None
+
 
 def names_of(labels: Sequence[str]) -> list[str]:
-    """Methods as asked for, each once; ``all`` stands for every registered one."""
-    names = [name for label in labels for name in (methods.names() if label == "all" else [label])]
+    """Methods as asked for, each once; ``all`` is every one, ``all:plus`` all with this preset.
+
+    >>> names_of(["fedavg", "fedavg:plus", "fedavg"])
+    ['fedavg', 'fedavg:plus']
+    """
+    names = []
+    for label in labels:
+        name, colon, preset = label.partition(":")
+        names += [f"{n}{colon}{preset}" for n in (methods.names() if name == "all" else [name])]
     return list(dict.fromkeys(names))
 
 
-def plan(base: Settings, labels: Sequence[str], seeds: Sequence[int], out: Path) -> list[Planned]:
+def plan(
+    base: Settings, labels: Sequence[str], seeds: Sequence[int], out: Path, jobs: int = 1
+) -> list[Planned]:
     """All runs, checked before the first one starts.
 
     A seed sets the run and the initial model; data and split stay as configured. ``all`` stands
-    for every registered method, ``central`` for training on all images in one place.
+    for every registered method, ``central`` for training on all images in one place. ``jobs`` runs
+    are to share the machine.
     """
-    names, base = names_of(labels), with_threads(base)
+    names, base = names_of(labels), with_threads(base, jobs)
     if not names or not seeds:
         raise ConfigError("A comparison needs at least one method and one seed.")
     refuse_if_held(out)
@@ -75,13 +90,24 @@ def plan(base: Settings, labels: Sequence[str], seeds: Sequence[int], out: Path)
     return runs
 
 
-def rehearse(runs: Sequence[Planned], observe: Observer) -> DataSet:
+def refuse_reference(against: str, labels: Collection[str]) -> None:
+    """Refuse a method to compare with that is not among those compared."""
+    if against not in labels:
+        raise ConfigError(
+            f"--against {against}: no method of the comparison has this name. "
+            f"{nearest(against, labels)}"
+        )
+    if len(labels) < 2:
+        raise ConfigError(f"--against {against}: there is no other method to compare with it.")
+
+
+def rehearse(runs: Sequence[Planned], observe: Observer, data: DataSet | None = None) -> DataSet:
     """Build what every run is made of, and hold it against the runs that are there already.
 
     Whatever cannot work (a head that a method needs, data that changed since a run was made) is
-    refused here, before the first run starts. Returns the data, which all runs share.
+    refused here, before the first run starts. Returns the data, which all runs share; ``data``
+    saves loading them.
     """
-    data: DataSet | None = None
     built: dict[str, Binding] = {}
     for run in runs:
         refuse_if_held(run.folder.path)
@@ -102,31 +128,34 @@ def execute(
     observer: Callable[[int, Planned], Observer],
     data: DataSet | None = None,
 ) -> list[Results]:
-    """Carry out a plan; ``observer(i, run)`` gives the observer of the i-th run.
+    """Carry out a plan, one run after the other; ``observer(i, run)`` gives the i-th observer.
 
     ``data`` is what :func:`rehearse` has loaded.
     """
     results = []
     for i, run in enumerate(runs):
-        done = finished(run.folder) if run.folder.holds_run() else None
-        if done is None:
-            observe = observer(i, run)
-            done = (
-                resume(run.folder, observe, data=data)
-                if run.folder.holds_run()
-                else start(run.settings, run.folder, observe, data)
-            )
-        results.append(done)
+        done = run.results
+        results.append(carry_out(run, observer(i, run), data) if done is None else done)
     return results
 
 
-def write_index(out: Path, name: str, runs: Sequence[Planned]) -> None:
-    """``comparison.json``: which runs belong together, in order."""
+def carry_out(
+    run: Planned, observe: Observer, data: DataSet | None, device: str | None = None
+) -> Results:
+    """Start a run, or go on with what is there of it, on another ``device`` if one is given."""
+    if run.folder.holds_run():
+        return resume(run.folder, observe, device, data)
+    return start(run.settings, run.folder, observe, data)
+
+
+def write_index(out: Path, name: str, runs: Sequence[Planned], against: str | None = None) -> None:
+    """``comparison.json``: which runs belong together, in order, and which one is the reference."""
     make_folder(out)
     RunFolder(out).write_json(
         "comparison.json",
         {
             "config": name,
+            "against": against,
             "methods": list(dict.fromkeys(run.label for run in runs)),
             "seeds": list(dict.fromkeys(run.seed for run in runs)),
             "runs": [

@@ -66,9 +66,12 @@ def choose_means(engine: EngineSettings, device: torch.device, elements: int, im
     )
 
 
-def with_threads(settings: Settings) -> Settings:
-    """The same settings with the number of CPU threads written down: the bits depend on it."""
-    threads = settings.engine.threads or torch.get_num_threads()
+def with_threads(settings: Settings, jobs: int = 1) -> Settings:
+    """The same settings with the number of CPU threads written down: the bits depend on it.
+
+    Where the settings leave it open, ``jobs`` runs at once share the threads of one.
+    """
+    threads = settings.engine.threads or max(1, torch.get_num_threads() // jobs)
     return replace(settings, engine=replace(settings.engine, threads=threads))
 
 

@@ -24,6 +24,7 @@ from fedharmony.experiments.scores import save_examples, save_scores, scores_of
 from fedharmony.experiments.settings import Settings
 from fedharmony.files import refuse_if_held
 from fedharmony.partition.report import split_report
+from fedharmony.terminal import warn_once
 from fedharmony.transport.processes import crew
 from fedharmony.types import Record
 
@@ -167,9 +168,7 @@ def _rounds(assembly: Assembly, folder: RunFolder, saved: Saved, observe: Observ
     record(start_event(assembly, first))
     if crew().leads:
         for warning in outlook(assembly, first):
-            logger.warning(warning)
-    for warning in outlook(assembly, first):
-        logger.warning(warning)
+            warn_once(warning)
     state = saved.state.to(assembly.device)
     try:
         if first:  # a checkpoint is written before its round is evaluated

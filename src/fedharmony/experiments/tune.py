@@ -9,18 +9,19 @@ own defaults, then, one after the other, the values of its settings at the best 
 from __future__ import annotations
 
 import math
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Generator, Iterator, Mapping, Sequence
 from dataclasses import asdict, dataclass, replace
 from pathlib import Path
 from typing import Any
 
 from fedharmony.config import flat, merge, nested, to_toml
-from fedharmony.data.base import DataSet
 from fedharmony.engine.checkpoint import write_file
 from fedharmony.errors import ConfigError
 from fedharmony.experiments.build import Observer
 from fedharmony.experiments.compare import Planned, execute, names_of, rehearse
+from fedharmony.experiments.evaluate import Results
 from fedharmony.experiments.folder import RunFolder, folder_name
+from fedharmony.experiments.jobs import Workers
 from fedharmony.experiments.machine import with_threads
 from fedharmony.experiments.settings import Component, Settings
 from fedharmony.files import refuse_if_held
@@ -76,8 +77,8 @@ class BestSettings:
 class Search:
     """Trials of several methods, in one folder; finished ones are kept, so it can be continued."""
 
-    def __init__(self, settings: Settings, labels: Sequence[str], out: Path) -> None:
-        self.settings, self.out = with_threads(settings), out
+    def __init__(self, settings: Settings, labels: Sequence[str], out: Path, jobs: int = 1) -> None:
+        self.settings, self.out = with_threads(settings, jobs), out
         self.methods = names_of(labels)
         for name in self.methods:
             if ":" in name:
@@ -101,7 +102,7 @@ class Search:
     def rates(self) -> tuple[float, ...]:
         """Learning rates, ascending."""
         lr = self.settings.train.lr
-        return tuple(sorted(self.settings.tune.lr or (lr / 3, lr, lr * 3)))
+        return tuple(sorted({*(self.settings.tune.lr or (lr / 3, lr, lr * 3))}))
 
     def grid(self, method: str) -> dict[str, tuple[Any, ...]]:
         """The settings of a method that are searched, and their values.
@@ -136,13 +137,20 @@ class Search:
                     for value in values:
                         yield self.trial(method, lr, {setting: value})
 
+    def count(self, method: str) -> int:
+        """The number of trials of a method; a value that is the default anyway is none."""
+        changes = [
+            value
+            for setting, values in self.grid(method).items()
+            for value in values
+            if value != self._default(method, setting)
+        ]
+        return len(self.rates()) + len(changes)
+
     @property
     def size(self) -> int:
-        """The number of trials, at most."""
-        return sum(
-            len(self.rates()) + sum(len(values) for values in self.grid(name).values())
-            for name in self.methods
-        )
+        """The number of all trials."""
+        return sum(map(self.count, self.methods))
 
     # -- the search --------------------------------------------------------------------------------
 
@@ -150,49 +158,75 @@ class Search:
         self,
         observer: Callable[[int, Planned], Observer],
         observe: Observer = lambda event: None,
+        workers: Workers | None = None,
     ) -> list[BestSettings]:
-        """All methods, one after the other; ``tune.json`` and ``tuned.toml`` grow with them.
+        """Search all methods; ``tune.json`` and ``tuned.toml`` grow with them.
 
+        Methods are searched one after the other, or all at once where there are ``workers``.
         ``observer(i, run)`` gives the observer of the i-th trial, ``observe`` is that of what comes
         before the first.
         """
         data = rehearse(list(self.plan()), observe)
-        with RunFolder(self.out).writing():
-            return self._search_all(observer, data)
-
-    def _search_all(
-        self, observer: Callable[[int, Planned], Observer], data: DataSet
-    ) -> list[BestSettings]:
         trials: list[Trial] = []
         found: list[BestSettings] = []
 
-        def score(method: str, lr: float, changes: Mapping[str, Any]) -> float:
-            planned, number = self.trial(method, lr, changes), len(trials)
-            (results,) = execute([planned], lambda _, run: observer(number, run), data)
-            value = float(results["metrics"][CRITERION] or 0.0)
-            path = planned.folder.path.relative_to(self.out).as_posix()
-            trials.append(Trial(method, {"train.lr": lr, **changes}, value, path))
-            return value
+        def carry_out(runs: Sequence[Planned]) -> list[Results]:
+            first = len(trials)
+            if workers is not None:
+                return workers.execute(runs, lambda i, run: observer(first + i, run))
+            return execute(runs, lambda i, run: observer(first + i, run), data)
 
-        for method in self.methods:
-            found.append(self._search(method, score))
-            self._write(found, trials)
+        groups = [[method] for method in self.methods] if workers is None else [self.methods]
+        with RunFolder(self.out).writing():
+            for group in groups:
+                found += self._search_together(group, carry_out, trials)
+                self._write(found, trials)
         return found
 
+    def _search_together(
+        self,
+        group: Sequence[str],
+        carry_out: Callable[[Sequence[Planned]], list[Results]],
+        trials: list[Trial],
+    ) -> list[BestSettings]:
+        """Search some methods: the trials that all of them ask for next are carried out at once."""
+        searches = {method: self._search(method) for method in group}
+        asked = {method: next(search) for method, search in searches.items()}
+        best: dict[str, BestSettings] = {}
+        while asked:
+            wanted = [(method, lr, changes) for method in asked for lr, changes in asked[method]]
+            runs = [self.trial(*trial) for trial in wanted]
+            scores: dict[str, list[float]] = {method: [] for method in asked}
+            for (method, lr, changes), run, result in zip(
+                wanted, runs, carry_out(runs), strict=True
+            ):
+                scores[method].append(float(result["metrics"][CRITERION] or 0.0))
+                path = run.folder.path.relative_to(self.out).as_posix()
+                changed = {"train.lr": lr, **changes}
+                trials.append(Trial(method, changed, scores[method][-1], path))
+            asked = {}
+            for method, values in scores.items():
+                try:
+                    asked[method] = searches[method].send(values)
+                except StopIteration as end:
+                    best[method] = end.value
+        return [best[method] for method in group]
+
     def _search(
-        self, method: str, score: Callable[[str, float, Mapping[str, Any]], float]
-    ) -> BestSettings:
+        self, method: str
+    ) -> Generator[list[tuple[float, Mapping[str, Any]]], list[float], BestSettings]:
+        """Ask for trials (learning rate and changes), take their scores, and so on to the best."""
         rates = self.rates()
-        by_rate = {lr: score(method, lr, {}) for lr in rates}
+        by_rate = dict(zip(rates, (yield [(lr, {}) for lr in rates]), strict=True))
         lr = _best(by_rate)
         best, edges = by_rate[lr], ["train.lr"] if _at_edge(lr, rates) else []
         chosen: dict[str, Any] = {}
         choices = []
         for setting, values in self.grid(method).items():
             default = self._default(method, setting)
-            by_value = {default: best} | {
-                v: score(method, lr, {**chosen, setting: v}) for v in values if v != default
-            }
+            tried = [value for value in dict.fromkeys(values) if value != default]
+            scores = yield [(lr, {**chosen, setting: value}) for value in tried]
+            by_value = {default: best} | dict(zip(tried, scores, strict=True))
             value = _best(by_value)
             best = by_value[value]
             if value != default:

@@ -63,6 +63,7 @@ class Task:
     lr: float
     optimiser: Literal["adam", "sgd", "momentum"] = "adam"
     momentum: float = 0.9
+    schedule: Literal["constant", "cosine"] = "constant"
     loss: LossSettings = field(default_factory=LossSettings)
     labels: tuple[str, ...] = ()
     average: Literal["size", "uniform"] = "size"
@@ -257,6 +258,11 @@ class Method:
     @classmethod
     def suffix(cls, config: Config) -> str:
         """Added to the name wherever results are shown, for settings that change what it means."""
+        return ""
+
+    @property
+    def remark(self) -> str:
+        """What should be known of the method's settings before a run begins; mostly nothing."""
         return ""
 
     # -- model ------------------------------------------------------------------------------------

@@ -76,6 +76,12 @@ class FedNova(Method):
                 f"‖a_k‖₁ is known for plain SGD alone, and this is {task.optimiser!r}. Set mu to "
                 "0, or use plain SGD."
             )
+        if config.mu > 0 and task.schedule != "constant":
+            raise ConfigError(
+                f"methods.fednova.mu = {config.mu:g} needs train.schedule = 'constant': with a "
+                "pull, ‖a_k‖₁ is known for one learning rate alone. Set mu to 0, or leave the "
+                "schedule out."
+            )
         if config.mu * task.lr >= 1:
             raise ConfigError(
                 f"methods.fednova.mu · train.lr = {config.mu * task.lr:g} must be below 1, or the "

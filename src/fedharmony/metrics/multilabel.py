@@ -47,6 +47,26 @@ _ENTRIES_AT_ONCE = 1 << 22  # bounds every temporary that is wider than the scor
 class MetricOptions:
     """Which convention each metric follows. The defaults are those of the published tables.
 
+    Attributes:
+        ap_ties: equal scores in average precision: ``"grouped"`` makes them one threshold
+            (scikit-learn), so the order of the images cannot matter; ``"stable"`` keeps their order
+            in the input, as code that sorts and then walks down the list does (ML-GCN, ASL).
+        ap_bins: none is exact average precision. A number, usually 200: scores are first rounded up
+            to that many equidistant thresholds on [0, 1] (the FLAIR benchmarks). Binned and exact
+            values differ by several points for under-confident models.
+        empty_class: what a label without positives adds to mAP: nothing (``"skip"``), a ``"zero"``,
+            or it makes mAP undefined (``"nan"``).
+        cr_over: CP and CR (and mean-of-F1) average over ``"all"`` labels, or over those with
+            positives only (``"present"``).
+        op_mode: ``"mlgcn"`` adds one to the denominator of OP for every label that is never
+            predicted; ``"exact"`` does not.
+        f1_mode: CF1 as the harmonic mean of CP and CR (``"of_means"``), or as the mean of the
+            labels' own F1 (``"mean_of_f1"``; ASL, macro F1 of scikit-learn). OF1 is the harmonic
+            mean of OP and OR in both.
+        threshold: a label is predicted where its score is at least this.
+        topk: with a number k, a label must also be among the image's k highest scores (equal
+            scores: the lower label index first). Ranking metrics do not change.
+
     >>> MetricOptions().threshold
     0.5
     >>> MetricOptions(op_mode="mlgc")
@@ -55,34 +75,13 @@ class MetricOptions:
     """
 
     ap_ties: Ties = "grouped"
-    """Equal scores in average precision: ``grouped`` makes them one threshold (scikit-learn), so
-    the order of the images cannot matter; ``stable`` keeps their order in the input, as code that
-    sorts and then walks down the list does (ML-GCN, ASL)."""
-
     ap_bins: int | None = None
-    """``None``: exact average precision. A number, usually 200: scores are first rounded up to
-    that many equidistant thresholds on [0, 1] (the FLAIR benchmarks). Binned and exact values
-    differ by several points for under-confident models."""
-
     empty_class: Literal["skip", "zero", "nan"] = "skip"
-    """What a label without positives adds to mAP: nothing, a zero, or it makes mAP undefined."""
-
     cr_over: Literal["all", "present"] = "all"
-    """CP and CR (and mean-of-F1) average over all labels, or over those with positives only."""
-
     op_mode: Literal["exact", "mlgcn"] = "exact"
-    """``mlgcn`` adds one to the denominator of OP for every label that is never predicted."""
-
     f1_mode: Literal["of_means", "mean_of_f1"] = "of_means"
-    """CF1 as the harmonic mean of CP and CR, or as the mean of the labels' own F1 (ASL, macro F1 of
-    scikit-learn). OF1 is the harmonic mean of OP and OR in both."""
-
     threshold: float = 0.5
-    """A label is predicted where its score is at least this."""
-
     topk: int | None = None
-    """With a number ``k``, a label must also be among the image's ``k`` highest scores (equal
-    scores: the lower label index first). Ranking metrics do not change."""
 
     def __post_init__(self) -> None:
         """Refuse values that would silently select another convention."""
@@ -258,37 +257,25 @@ def evaluate(
     tp, n_predicted = _prediction_counts(values, positive, mask, options)
     n_positive = _count(positive)
     n_known = np.full(n_labels, n_images, np.int64) if mask is None else _count(mask)
-    present = n_positive > 0
 
     ap = _per_label_average_precision(values, positive, mask, options.ap_ties, options.ap_bins)
     precision, recall = _ratio(tp, n_predicted), _ratio(tp, n_positive)
-    averaged = present if options.cr_over == "present" else np.ones(n_labels, np.bool_)
-    cp, cr = _mean(precision[averaged], empty=0.0), _mean(recall[averaged], empty=0.0)
-    if options.f1_mode == "of_means":
-        cf1 = _harmonic_mean(cp, cr)
-    else:
-        cf1 = _mean(_ratio(2 * tp, n_predicted + n_positive)[averaged], empty=0.0)
-
-    n_never_predicted = int((n_predicted == 0).sum())
-    inflation = n_never_predicted if options.op_mode == "mlgcn" else 0
-    hits = int(tp.sum())
-    op = hits / max(int(n_predicted.sum()) + inflation, 1)
-    or_ = hits / max(int(n_positive.sum()), 1)
+    point = operating_point(tp, n_predicted, n_positive, options)
     return MultiLabelResult(
-        map=_mean_average_precision(ap, options.empty_class),
+        map=float(mean_average_precision(ap, options.empty_class)),
         o_map=_pooled_average_precision(values, positive, mask, options),
-        cp=cp,
-        cr=cr,
-        cf1=cf1,
-        op=op,
-        or_=or_,
-        of1=_harmonic_mean(op, or_),
+        cp=float(point["CP"]),
+        cr=float(point["CR"]),
+        cf1=float(point["CF1"]),
+        op=float(point["OP"]),
+        or_=float(point["OR"]),
+        of1=float(point["OF1"]),
         per_label_ap=ap,
         per_label_precision=precision,
         per_label_recall=recall,
         prevalence=_ratio(n_positive, n_known, undefined=np.nan),
-        n_classes_with_positives=int(present.sum()),
-        n_classes_never_predicted=n_never_predicted,
+        n_classes_with_positives=int((n_positive > 0).sum()),
+        n_classes_never_predicted=int((n_predicted == 0).sum()),
         n_images=n_images,
     )
 
@@ -475,19 +462,21 @@ def _stable_average_precision(scores: Scores, positive: Bools) -> float:
 
 
 def _binned_average_precision(scores: Scores, positive: Bools, bins: int) -> float:
-    """Average precision over the thresholds ``b/(bins−1)``; an entry passes where it lies above.
-
-    Bin ``b`` holds the scores in ``(b/(bins−1), (b+1)/(bins−1)]``; a score of 0 joins bin 0.
-    """
+    """Average precision over the thresholds ``b/(bins−1)``; an entry passes where it lies above."""
     n_hits, n_entries = np.zeros(bins - 1, np.int64), np.zeros(bins - 1, np.int64)
     for start in range(0, scores.size, _ENTRIES_AT_ONCE):
         part = slice(start, start + _ENTRIES_AT_ONCE)
-        scaled = np.ceil(scores[part].astype(np.float64) * (bins - 1))
-        bin_of = np.maximum(scaled.astype(np.int64) - 1, 0)
+        bin_of = score_bins(scores[part], bins)
         n_entries += np.bincount(bin_of, minlength=bins - 1)
         n_hits += np.bincount(bin_of[positive[part]], minlength=bins - 1)
     hits_above, entries_above = np.cumsum(n_hits[::-1]), np.cumsum(n_entries[::-1])
     return float(n_hits[::-1] @ _ratio(hits_above, entries_above) / hits_above[-1])
+
+
+def score_bins(scores: Scores, bins: int) -> Counts:
+    """Bin ``b`` holds the scores in ``(b/(bins−1), (b+1)/(bins−1)]``; a score of 0 joins bin 0."""
+    scaled = np.ceil(scores.astype(np.float64) * (bins - 1))
+    return np.maximum(scaled.astype(np.int64) - 1, 0)
 
 
 def _per_label_average_precision(
@@ -520,12 +509,12 @@ def _pooled_average_precision(
     return _average_precision(pairs, hits, options.ap_ties, options.ap_bins)
 
 
-def _mean_average_precision(ap: Doubles, empty: Literal["skip", "zero", "nan"]) -> float:
+def mean_average_precision(ap: Doubles, empty: Literal["skip", "zero", "nan"]) -> Doubles:
+    """The mean over labels, the last axis; nan marks labels without positives."""
     if empty == "zero":
-        return float(np.nan_to_num(ap).mean())
-    if empty == "nan":
-        return float(ap.mean())
-    return _mean(ap[~np.isnan(ap)], empty=math.nan)
+        ap = np.nan_to_num(ap)
+    counted = np.ones(ap.shape, np.bool_) if empty == "nan" else ~np.isnan(ap)
+    return _mean_of(ap, counted, empty=math.nan)
 
 
 # ------------------------------------------------------------------------------ operating point
@@ -540,24 +529,49 @@ def _prediction_counts(
     height = max(1, _ENTRIES_AT_ONCE // n_labels)
     for start in range(0, n_images, height):
         rows = slice(start, start + height)
-        predicted = _predicted(scores[rows], None if known is None else known[rows], options)
-        n_predicted += _count(predicted)
-        tp += _count(predicted & positive[rows])
+        chosen = predicted(scores[rows], None if known is None else known[rows], options)
+        n_predicted += _count(chosen)
+        tp += _count(chosen & positive[rows])
     return tp, n_predicted
 
 
-def _predicted(scores: Scores, known: Bools | None, options: MetricOptions) -> Bools:
-    predicted: Bools = scores >= options.threshold
+def operating_point(
+    tp: Counts | Doubles,
+    n_predicted: Counts | Doubles,
+    n_positive: Counts | Doubles,
+    options: MetricOptions,
+) -> dict[str, Doubles]:
+    """CP, CR, CF1, OP, OR and OF1 from the counts of every label, the last axis.
+
+    Other axes count the same labels in other sets of images, or with other weights.
+    """
+    counted = n_positive > 0 if options.cr_over == "present" else np.ones(tp.shape, np.bool_)
+    cp = _mean_of(_ratio(tp, n_predicted), counted, empty=0.0)
+    cr = _mean_of(_ratio(tp, n_positive), counted, empty=0.0)
+    if options.f1_mode == "of_means":
+        cf1 = _harmonic_mean(cp, cr)
+    else:
+        cf1 = _mean_of(_ratio(2 * tp, n_predicted + n_positive), counted, empty=0.0)
+    hits, predictions = tp.sum(axis=-1), n_predicted.sum(axis=-1)
+    if options.op_mode == "mlgcn":
+        predictions = predictions + (n_predicted == 0).sum(axis=-1)
+    op, or_ = _ratio(hits, predictions), _ratio(hits, n_positive.sum(axis=-1))
+    return {"CP": cp, "CR": cr, "CF1": cf1, "OP": op, "OR": or_, "OF1": _harmonic_mean(op, or_)}
+
+
+def predicted(scores: Scores, known: Bools | None, options: MetricOptions) -> Bools:
+    """Where a label is predicted: never where it is not known."""
+    chosen: Bools = scores >= options.threshold
     if known is not None:
-        predicted &= known
+        chosen &= known
     if options.topk is not None:
         # An unknown entry must not take the place of a known one.
         contenders = scores if known is None else np.where(known, scores, -1.0)
         best = np.argsort(-contenders, axis=1, kind="stable")[:, : options.topk]
-        among_best = np.zeros_like(predicted)
+        among_best = np.zeros_like(chosen)
         np.put_along_axis(among_best, best, True, axis=1)
-        predicted &= among_best
-    return predicted
+        chosen &= among_best
+    return chosen
 
 
 def _count(mask: Bools) -> Counts:
@@ -565,7 +579,9 @@ def _count(mask: Bools) -> Counts:
     return counts
 
 
-def _ratio(numerator: Counts, denominator: Counts, undefined: float = 0.0) -> Doubles:
+def _ratio(
+    numerator: Counts | Doubles, denominator: Counts | Doubles, undefined: float = 0.0
+) -> Doubles:
     result = np.full(numerator.shape, undefined)
     np.divide(numerator, denominator, out=result, where=denominator > 0)
     return result
@@ -575,8 +591,14 @@ def _mean(values: Doubles, *, empty: float) -> float:
     return float(values.mean()) if values.size else empty
 
 
-def _harmonic_mean(a: float, b: float) -> float:
-    return 2 * a * b / (a + b) if a + b > 0 else 0.0
+def _mean_of(values: Doubles, counted: Bools, *, empty: float) -> Doubles:
+    """The mean of the counted values along the last axis."""
+    total = np.where(counted, values, 0.0).sum(axis=-1)
+    return _ratio(total, counted.sum(axis=-1), undefined=empty)
+
+
+def _harmonic_mean(a: Doubles, b: Doubles) -> Doubles:
+    return _ratio(2 * a * b, a + b)
 
 
 # ---------------------------------------------------------------------------------- validation

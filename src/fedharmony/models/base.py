@@ -47,6 +47,11 @@ class InputSpec:
     height: int
     width: int
 
+    @property
+    def shape(self) -> tuple[int, ...]:
+        """Of one image."""
+        return self.channels, self.height, self.width
+
     def __str__(self) -> str:
         """In words.
 
@@ -76,6 +81,11 @@ class FeatureSpec:
     def width(self) -> int:
         """The number of features."""
         return len(self.mean)
+
+    @property
+    def shape(self) -> tuple[int, ...]:
+        """Of one vector."""
+        return (self.width,)
 
     def __str__(self) -> str:
         """In words.

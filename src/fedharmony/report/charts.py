@@ -205,6 +205,7 @@ class Row:
         dots: Look and value of each dot.
         strokes: Look and value of upright strokes, behind the dots.
         start: Where the bar behind the dots begins; at the lowest dot if None.
+        interval: Ends of a line through the first dot, in its colour.
         fits: Whether the axis reaches to its dots, wherever they are.
     """
 
@@ -212,6 +213,7 @@ class Row:
     dots: tuple[tuple[Style, float], ...]
     strokes: tuple[tuple[Style, float], ...] = ()
     start: float | None = None
+    interval: tuple[float, float] | None = None
     fits: bool = True
 
 
@@ -240,6 +242,7 @@ def dots(
     """
     fitted = [row for row in rows if row.fits] or rows
     values = [v for row in fitted for _, v in (*row.dots, *row.strokes) if math.isfinite(v)]
+    values += [v for row in fitted for v in row.interval or ()]
     values += [] if line_at is None else [line_at]
     low, high = ends or span(values, least)
     names = [svg.printable(row.name, 24) for row in rows]
@@ -260,6 +263,9 @@ def dots(
         ]
         if found and len(known) > 1:
             drawing.line([(across(min(known)), y), (across(max(known)), y)], svg.GRID, 2)
+        if row.interval is not None:
+            ends_at = [(across(min(max(v, low), high)), y) for v in row.interval]
+            drawing.line(ends_at, row.dots[0][0].colour, 2)
         for style, value in row.strokes:
             if low <= value <= high:
                 x = across(value)

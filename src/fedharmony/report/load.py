@@ -24,6 +24,7 @@ from safetensors.numpy import load_file
 
 from fedharmony.config import read_toml
 from fedharmony.errors import CheckpointError, ConfigError
+from fedharmony.experiments.compare import refuse_reference
 from fedharmony.experiments.scores import (
     Examples,
     Scores,
@@ -323,6 +324,7 @@ class Runs:
         groups: Runs of each display name, in table order, sorted by seed.
         missing: ``(label, seed)`` of runs that were planned but are not there yet.
         alone: Whether the page is about a single run, not about a comparison.
+        against: The method to which differences of all others are shown, by its display name.
     """
 
     name: str
@@ -330,6 +332,7 @@ class Runs:
     groups: Mapping[str, tuple[RunView, ...]]
     missing: tuple[tuple[str, int], ...] = ()
     alone: bool = False
+    against: str | None = None
 
     @cached_property
     def runs(self) -> tuple[RunView, ...]:
@@ -377,6 +380,19 @@ class Runs:
         runs = {name: run for name, run in found.items() if run is not None}
         first = next(iter(runs.values()), None)
         return {n: r for n, r in runs.items() if first and _same_images(r, first)}
+
+    def by_setting(self) -> dict[str, dict[tuple[str, int], RunView]]:
+        """Completed runs of each competing method and of :attr:`against`, by setting and seed.
+
+        A setting is what :func:`load` has put behind the names of runs that clash: the folder.
+        """
+        found: dict[str, dict[tuple[str, int], RunView]] = {}
+        for name, group in self.groups.items():
+            label = group[0].label if name.startswith(group[0].label) else name
+            if name in self.ranked or label == self.against:
+                done = {(name[len(label) :], r.seed): r for r in group if r.status == "completed"}
+                found.setdefault(label, {}).update(done)
+        return found
 
     def with_matrix(self, name: str, like: RunView | None = None) -> RunView | None:
         """The first run that has the matrix, and the same labels as ``like`` if given."""
@@ -540,6 +556,7 @@ class _Found:
     runs: list[tuple[str, RunView]]
     missing: list[tuple[str, int]] = field(default_factory=list)
     name: str = ""
+    against: str | None = None
 
 
 def _read_folder(folder: Path) -> _Found:
@@ -547,7 +564,8 @@ def _read_folder(folder: Path) -> _Found:
     if not plan:
         run = load_run(folder)
         return _Found(folder, [(run.label, run)])
-    found = _Found(folder, [], name=str(plan.get("config") or folder.name))
+    name, against = str(plan.get("config") or folder.name), plan.get("against")
+    found = _Found(folder, [], name=name, against=against)
     for entry in plan.get("runs") or ():
         label, place = str(entry.get("label")), folder / str(entry.get("folder"))
         try:
@@ -566,13 +584,19 @@ def _read_folder(folder: Path) -> _Found:
     return found
 
 
-def load(source: str | Path | Sequence[str | Path]) -> Runs:
+def load(source: str | Path | Sequence[str | Path], against: str | None = None) -> Runs:
     """Read run folders and comparison folders that shall stand on one page.
 
     Runs of the same display name count as seeds of one method. Where two of them have the same
     seed they cannot be that, so the name of the folder that was given is added to tell them apart.
 
+    Args:
+        source: One folder, or several.
+        against: The method to which differences of all others are shown; if None, the one that a
+            comparison was given, where it is the only folder.
+
     Raises:
+        ConfigError: There is no such method, or the runs' numbers cannot be compared with it.
         CheckpointError: A folder is neither, none of its runs is there yet, or a file is damaged;
             or the runs were not measured on the same test set, or those that count as seeds of one
             method were not trained on the same data.
@@ -597,4 +621,26 @@ def load(source: str | Path | Sequence[str | Path]) -> Runs:
         _refuse_mixture(group, (*TRAINED_ON, "partition") if together else TRAINED_ON)
     home = folders[0] if together else Path(os.path.commonpath([f.resolve() for f in folders]))
     missing = tuple(run for part in parts for run in part.missing)
-    return Runs(parts[0].name, home, ordered, missing, alone=together and not parts[0].name)
+    runs = Runs(
+        parts[0].name,
+        home,
+        ordered,
+        missing,
+        alone=together and not parts[0].name,
+        against=against or (parts[0].against if together else None),
+    )
+    if against is not None:
+        _refuse_reference(runs, against)
+    return runs
+
+
+def _refuse_reference(runs: Runs, against: str) -> None:
+    """Refuse a method to compare with that is not there, or that nothing can be compared with."""
+    labels = {*runs.by_setting(), *(label for label, _ in runs.missing)}
+    refuse_reference(against, labels)
+    if runs.differing:
+        raise ConfigError(
+            f"--against {against}: the runs differ in their {' and '.join(runs.differing)} "
+            "settings, so differences between them say nothing about methods. Report on runs with "
+            "the same ones."
+        )

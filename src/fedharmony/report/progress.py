@@ -11,10 +11,11 @@ from __future__ import annotations
 
 import math
 import os
-from collections.abc import Mapping
+import time
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field
 from types import TracebackType
-from typing import Any, Self
+from typing import Any, Self, TypeAlias
 
 from rich.console import Console
 from rich.progress import BarColumn, MofNCompleteColumn, TextColumn
@@ -22,6 +23,8 @@ from rich.progress import Progress as Bars
 from rich.text import Text
 
 from fedharmony.terminal import console as plain_console
+
+Observer: TypeAlias = Callable[[Mapping[str, Any]], None]
 
 _SHOWN = ("mAP", "CF1", "OF1")
 
@@ -62,6 +65,8 @@ class _State:
     best_round: int = 0
     lost: int = 0
     failed: int = 0
+    later: int = 0  # runs that follow
+    earlier: tuple[float, ...] = ()  # seconds that each run before has taken
 
     def take_round(self, event: Mapping[str, Any]) -> None:
         self.round, self.done = event, int(event.get("round", self.done)) + 1
@@ -80,11 +85,19 @@ class _State:
 
     @property
     def left(self) -> str:
-        """Time left, as long as the coming rounds take what those of this start have taken."""
+        """Time left, as long as the coming rounds take what those of this start have taken.
+
+        Of a sequence also the time of all its runs: those that follow take as long as those before.
+        """
         finished, remaining = self.done - self.began_at, self.rounds - self.done
-        if finished <= 0 or remaining <= 0:
+        if finished <= 0:
             return ""
-        return f"{duration(self.seconds / finished * remaining)} left"
+        each = self.seconds / finished
+        runs = (*self.earlier, each * self.rounds)
+        others = self.later * sum(runs) / len(runs)
+        own = [f"{duration(each * remaining)} left"] if remaining > 0 else []
+        total = [f"{duration(each * remaining + others)} for all runs"] if self.later else []
+        return ", ".join(own + total)
 
     @property
     def line(self) -> str:
@@ -165,7 +178,8 @@ class Progress:
             self._bars.add_task(name, visible=False, left="")
             for name in ("round", "clients train", "decoding")
         )
-        self._sequence = ""
+        self._sequence, self._later = "", 0
+        self._seconds: tuple[float, ...] = ()  # of each run that has finished
         self._state: _State | None = None
         self._held = False  # a round whose line waits for its evaluation
         self._decoded = (0, 0)  # images decoded before the run, and to be decoded
@@ -188,9 +202,10 @@ class Progress:
             self._print_held(state)
             self._print(f"stopped in round {min(state.done + 1, state.rounds)} of {state.rounds}")
 
-    def begin(self, number: int, total: int, name: str) -> None:
-        """Announce the next run of a sequence: "run 2 of 6: fedharmony seed 1"."""
-        self._sequence = f"run {number} of {total}: {name}"
+    def follow(self, number: int, total: int, name: str, rounds: int) -> Observer:
+        """The observer of the next run of a sequence: "run 2 of 6: fedharmony seed 1"."""
+        self._sequence, self._later = f"run {number} of {total}: {name}", total - number
+        return self
 
     def __call__(self, event: Mapping[str, Any]) -> None:
         """Show one event; kinds that are not known are ignored."""
@@ -217,6 +232,7 @@ class Progress:
         elif kind == "finish":
             self._print_held(state)
             self._state = None
+            self._seconds += (state.seconds,)
             self._bars.update(self._rounds, visible=False)
             self._print(state.summary(event))
 
@@ -232,6 +248,7 @@ class Progress:
         title = self._sequence or str(event.get("label") or event.get("method") or "run")
         begin, rounds = int(event.get("resumed_at") or 0), int(event.get("rounds") or 0)
         self._state = _State(title, rounds, done=begin, began_at=begin)
+        self._state.later, self._state.earlier = self._later, self._seconds
         self._sequence, self._held = "", False
         self._bars.update(self._rounds, completed=begin, total=rounds, visible=True, left="")
         parts = [f"{rounds:,} rounds"]
@@ -257,3 +274,66 @@ class Progress:
         if self._held:
             self._print(state.line)
         self._held = False
+
+
+class Board(Progress):
+    """Shows several runs at once: a line when one starts or ends, and bars of those under way."""
+
+    def __init__(self, *, quiet: bool = False, console: Console | None = None) -> None:
+        super().__init__(quiet=quiet, console=console)
+        self._whole = self._bars.add_task("all runs", visible=False, left="")
+        self._total, self._ended, self._running = 0, 0, 0
+        self._rounds_asked, self._rounds_done, self._began = 0, 0, time.monotonic()
+
+    def follow(self, number: int, total: int, name: str, rounds: int) -> Observer:
+        """The observer of one run of several; runs that were finished before are not followed."""
+        if not self._total:
+            self._total, self._rounds_asked = total, total * rounds
+            self._began = time.monotonic()
+        skipped = number - 1 - self._running - self._ended
+        self._ended, self._running = self._ended + skipped, self._running + 1
+        self._rounds_asked -= skipped * rounds
+        bar = self._bars.add_task(name, total=rounds, left="")
+        state, over = _State(name, rounds), False
+        self._print(f"{name}: started; {self.standing}")
+
+        def observe(event: Mapping[str, Any]) -> None:
+            nonlocal state, over
+            kind = event.get("event")
+            if kind == "decode":
+                self(event)
+            elif kind == "start":
+                begin = int(event.get("resumed_at") or 0)
+                self._rounds_asked -= begin
+                state = _State(name, rounds, done=begin, began_at=begin)
+            elif kind == "round":
+                state.take_round(event)
+                self._rounds_done += 1
+            elif kind == "evaluate":
+                state.take_evaluation(event)
+            elif kind == "finish" and not over:  # a run that fails says so, and so do its workers
+                over = True
+                self._running, self._ended = self._running - 1, self._ended + 1
+                self._rounds_asked -= rounds - state.done
+                self._bars.update(bar, visible=False)
+                self._print(f"{name}: {state.summary(event)}; {self.standing}")
+            self._bars.update(bar, completed=state.done)
+            self._bars.update(
+                self._whole,
+                completed=self._rounds_done,
+                total=self._rounds_asked,
+                left=self.standing,
+                visible=True,
+            )
+
+        return observe
+
+    @property
+    def standing(self) -> str:
+        """How many runs are done, under way and left, and how long that will take."""
+        waiting = max(0, self._total - self._ended - self._running)
+        text = f"{self._ended} of {self._total} done, {self._running} running, {waiting} left"
+        if not self._rounds_done or not (remaining := self._rounds_asked - self._rounds_done):
+            return text
+        seconds = (time.monotonic() - self._began) * remaining / self._rounds_done
+        return f"{text}, about {duration(seconds)}"

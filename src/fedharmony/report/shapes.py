@@ -132,6 +132,7 @@ class Comparison(TypedDict, total=False):
     """``comparison.json``."""
 
     methods: list[str] | None
+    against: str | None
     runs: list[PlannedRun] | None
 
 

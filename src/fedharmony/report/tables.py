@@ -37,9 +37,8 @@ from rich.table import Table
 from rich.text import Text
 
 from fedharmony.metrics import METRIC_NAMES
+from fedharmony.report.differences import DASH, HEADINGS, Differences, differences
 from fedharmony.report.load import Runs, RunView
-
-DASH = "–"
 
 
 @dataclass(frozen=True)
@@ -173,12 +172,14 @@ class MetricTable:
         lines: One line per method, in order.
         baselines: One line per trivial predictor.
         runs: The single runs behind the lines.
+        differences: To one of the methods, if asked for.
     """
 
     columns: tuple[Column, ...]
     lines: tuple[Line, ...]
     baselines: tuple[Line, ...]
     runs: tuple[RunRow, ...]
+    differences: Differences | None = None
 
     @property
     def notes(self) -> tuple[str, ...]:
@@ -273,15 +274,14 @@ class MetricTable:
 
     def to_markdown(self) -> str:
         """A Markdown table; trivial predictors are in italics (Markdown has no rules)."""
-        head = ["Method", *(_escape_markdown(c.heading) for c in self.columns)]
         rows = self._rows(_escape_markdown, "**{}**".format, self.lines)
         rows += self._rows(lambda n: f"*{_escape_markdown(n)}*", "**{}**".format, self.baselines)
-        lines = [" | ".join(row) for row in (head, *rows)]
-        rule = "|:--|" + "--:|" * len(self.columns)
-        table = [f"| {lines[0]} |", rule, *(f"| {line} |" for line in lines[1:])]
-        return "\n".join(
-            [*table, "", *(f"{_escape_markdown(note)}.  " for note in self.notes)]
-        ).rstrip()
+        text = _markdown([c.heading for c in self.columns], rows, self.notes)
+        if self.differences is None:
+            return text
+        rows = [[_escape_markdown(cell) for cell in row] for row in self.differences.rows()]
+        more = _markdown(HEADINGS, rows, self.differences.notes)
+        return f"{text}\n\n{_escape_markdown(self.differences.title)}:\n\n{more}"
 
     def to_csv(self) -> str:
         """One row per run and per trivial predictor, at full precision, in stored units.
@@ -290,6 +290,9 @@ class MetricTable:
         ``complete``, then the metrics as fractions, ``structure_r``, ``seconds``, ``bytes_up`` and
         ``bytes_down`` per round, as far as known. There are no summary rows: every summary follows
         from these, and a file that mixes both is easily averaged twice.
+
+        Differences to a method, if asked for, follow as rows of the kinds ``difference``,
+        ``difference_low`` and ``difference_high`` (the interval), ``p_images`` and ``p_pairs``.
         """
         out = io.StringIO()
         writer = csv.writer(out, lineterminator="\n")
@@ -306,6 +309,10 @@ class MetricTable:
             writer.writerow(
                 ["baseline", line.name, "", "true", *numbers(c.mean for c in line.cells)]
             )
+        for kind, method, found in () if self.differences is None else self.differences.csv_rows():
+            writer.writerow(
+                [kind, method, "", "true", *numbers(found.get(key, math.nan) for key in keys)]
+            )
         return out.getvalue()
 
     def to_latex(self) -> str:
@@ -321,23 +328,38 @@ class MetricTable:
             rows = self._rows(escape_latex, bold, lines, number)
             return [" & ".join(row) + r" \\" for row in rows]
 
-        head = " & ".join(["Method", *(escape_latex(c.heading) for c in self.columns)])
         body = render(self.lines)
         if self.baselines:
             body += [r"\midrule", *render(self.baselines)]
-        return "\n".join(
-            [
-                rf"\begin{{tabular}}{{l{'r' * len(self.columns)}}}",
-                r"\toprule",
-                head + r" \\",
-                r"\midrule",
-                *body,
-                r"\bottomrule",
-                r"\end{tabular}",
-                *(f"% {note}" for note in self.notes),
-                "",
-            ]
-        )
+        text = _latex([c.heading for c in self.columns], body, self.notes)
+        if self.differences is None:
+            return text
+        rows = [" & ".join(map(escape_latex, row)) + r" \\" for row in self.differences.rows()]
+        notes = (self.differences.title, *self.differences.notes)
+        return f"{text}\n{_latex(HEADINGS, rows, notes)}"
+
+
+def _markdown(headings: Sequence[str], rows: Iterable[Sequence[str]], notes: Iterable[str]) -> str:
+    head = ["Method", *map(_escape_markdown, headings)]
+    lines = [f"| {' | '.join(row)} |" for row in (head, *rows)]
+    lines.insert(1, "|:--|" + "--:|" * len(headings))
+    return "\n".join([*lines, "", *(f"{_escape_markdown(note)}.  " for note in notes)]).rstrip()
+
+
+def _latex(headings: Sequence[str], body: Iterable[str], notes: Iterable[str]) -> str:
+    return "\n".join(
+        [
+            rf"\begin{{tabular}}{{l{'r' * len(headings)}}}",
+            r"\toprule",
+            " & ".join(map(escape_latex, ["Method", *headings])) + r" \\",
+            r"\midrule",
+            *body,
+            r"\bottomrule",
+            r"\end{tabular}",
+            *(f"% {note}" for note in notes),
+            "",
+        ]
+    )
 
 
 def metric_table(
@@ -383,6 +405,16 @@ def metric_table(
     return MetricTable(columns, lines, trivial, tuple(rows))
 
 
+def write_tables(runs: Runs) -> None:
+    """Write the table of a comparison into its folder: as Markdown, CSV and LaTeX."""
+    from fedharmony.engine.checkpoint import write_file  # loads torch, which tables do without
+
+    table = table_of(runs)
+    texts = {"md": table.to_markdown(), "csv": table.to_csv(), "tex": table.to_latex()}
+    for suffix, text in texts.items():
+        write_file(runs.home / f"table.{suffix}", text.encode())
+
+
 def table_of(runs: Runs) -> MetricTable:
     """The table of loaded runs; on different data none of them is the best."""
     rows = [
@@ -390,7 +422,7 @@ def table_of(runs: Runs) -> MetricTable:
         for label, group in runs.groups.items()
         for run in group
     ]
-    return metric_table(rows, runs.baselines)
+    return replace(metric_table(rows, runs.baselines), differences=differences(runs))
 
 
 def _run_row(label: str, run: RunView, ranked: bool) -> RunRow:
@@ -419,6 +451,9 @@ _LATEX = {
     "<": r"\textless{}",
     ">": r"\textgreater{}",
     "|": r"\textbar{}",
+    "−": "$-$",
+    "…": r"\dots{}",
+    DASH: "--",
     **{c: f"\\{c}" for c in "&%$#_{}"},
 }
 

@@ -1,0 +1,255 @@
+"""Several runs at once: processes on one machine, each taking the next run that is not finished.
+
+The processes share nothing but the folders of the runs, each of which one process writes at a time.
+The first process plans, hands out runs and follows them; a worker loads the data once and sends
+back what its runs have to say. Workers do not outlive the first process: it stops them when it is
+stopped, and they stop themselves when it is gone. The same command then goes on.
+"""
+
+from __future__ import annotations
+
+import logging
+import multiprocessing
+import os
+import signal
+import threading
+import traceback
+from collections import deque
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass, replace
+from multiprocessing.connection import Connection, wait
+from pathlib import Path
+from types import TracebackType
+from typing import Any, Self
+
+from fedharmony.data.base import DataSet
+from fedharmony.engine.federation import Event
+from fedharmony.errors import Failure, FedHarmonyError, RunsFailedError, Stopped
+from fedharmony.experiments.build import Observer
+from fedharmony.experiments.compare import Planned, carry_out, rehearse
+from fedharmony.experiments.evaluate import Results
+from fedharmony.experiments.folder import RunFolder
+from fedharmony.experiments.machine import choose_device
+from fedharmony.experiments.settings import compose
+
+logger = logging.getLogger(__name__)
+
+#: Seconds that a worker has to end its step and write down that it was stopped.
+PATIENCE = 60.0
+_context = multiprocessing.get_context("spawn")  # a process that uses CUDA cannot be forked
+
+
+class Workers:
+    """Processes that carry out runs; inside a ``with`` block, which ends them.
+
+    Args:
+        jobs: how many there are at most.
+        devices: their devices, in turn; none leaves it to the settings.
+    """
+
+    def __init__(self, jobs: int, devices: Sequence[str] = ()) -> None:
+        for device in devices:
+            choose_device(device)  # refuses one that is not there
+        self._jobs, self._devices = jobs, devices
+        self._all: list[_Worker] = []
+        self._said: set[str] = set()
+
+    def __enter__(self) -> Self:
+        return self
+
+    def __exit__(
+        self,
+        kind: type[BaseException] | None,
+        error: BaseException | None,
+        trace: TracebackType | None,
+    ) -> None:
+        """End all processes; those that are at work write down how far they got."""
+        try:
+            for worker in self._all:
+                worker.dismiss()
+            for worker in self._all:
+                worker.process.join(PATIENCE)
+        finally:  # even if a second Ctrl-C comes
+            for worker in self._all:
+                worker.process.kill()
+                worker.process.join()
+
+    def execute(
+        self, runs: Sequence[Planned], observer: Callable[[int, Planned], Observer]
+    ) -> list[Results]:
+        """Carry out all runs; ``observer(i, run)`` gives the observer of the i-th run.
+
+        Raises:
+            RunsFailedError: when all others are done, if some runs failed.
+        """
+        found = {i: done for i, run in enumerate(runs) if (done := run.results)}
+        waiting = deque(i for i in range(len(runs)) if i not in found)
+        failures: list[Failure] = []
+        if waiting and not self._all:
+            threads = runs[0].settings.engine.threads
+            logger.info("%d processes, CPU threads of each: %s.", self._jobs, threads)
+        busy: dict[Connection, tuple[_Worker, int, Observer]] = {}
+        while waiting or busy:
+            while waiting and len(busy) < self._jobs:
+                number = waiting.popleft()
+                worker = self._idle({id(w) for w, *_ in busy.values()})
+                busy[worker.pipe] = worker, number, observer(number, runs[number])
+                worker.order(runs[number])
+            for pipe in wait(list(busy)):
+                assert isinstance(pipe, Connection)
+                worker, number, observe = busy[pipe]
+                kind, content = worker.answer()
+                if kind == "event":
+                    observe(content)
+                elif kind == "log":
+                    self._say(runs[number], *content)
+                else:
+                    del busy[pipe]
+                    if kind == "done":
+                        found[number] = content
+                    else:
+                        run, (reason, details) = runs[number], content
+                        failures.append(Failure(run.folder.path, reason, details))
+                        observe({"event": "finish", "status": "failed", "reason": reason})
+        if failures:
+            raise RunsFailedError(failures)
+        return [found[i] for i in range(len(runs))]
+
+    def _say(self, run: Planned, level: int, text: str) -> None:
+        """Pass on what a run has to say; what others have said already is not repeated."""
+        if text not in self._said:
+            logger.log(level, "%s seed %d: %s", run.label, run.seed, text)
+        self._said.add(text)
+
+    def _idle(self, busy: set[int]) -> _Worker:
+        """A process without work, or a new one."""
+        self._all = [w for w in self._all if not w.gone]
+        free = next((w for w in self._all if id(w) not in busy), None)
+        if free is None:
+            taken = [w.device for w in self._all]
+            device = min(self._devices, key=taken.count, default=None)
+            free = _Worker(device)
+            self._all.append(free)
+        return free
+
+
+class _Worker:
+    """One process, as the first one sees it."""
+
+    def __init__(self, device: str | None) -> None:
+        self.device, self.gone = device, False
+        self.pipe, other = _context.Pipe()
+        self.process = _context.Process(target=_work, args=(other,), name="fedharmony worker")
+        self.process.start()
+        other.close()  # so that the pipe ends with the process
+
+    def order(self, run: Planned) -> None:
+        """Hand out a run."""
+        settings = run.settings
+        if self.device is not None:
+            settings = replace(settings, engine=replace(settings.engine, device=self.device))
+        try:
+            self.pipe.send(_Order(run.folder.path, settings.tree(), self.device))
+        except OSError:  # it has died: its answer says so
+            return
+
+    def answer(self) -> tuple[str, Any]:
+        """What the process sends; its death is an answer, too."""
+        try:
+            kind, content = self.pipe.recv()
+        except (EOFError, OSError):
+            self.gone = True
+            self.process.join()
+            return "failed", (f"its process ended ({_ending(self.process.exitcode)}).", "")
+        return str(kind), content
+
+    def dismiss(self) -> None:
+        """Ask the process to end, whatever it does."""
+        if self.process.is_alive():
+            self.process.terminate()
+
+
+def _ending(code: int | None) -> str:
+    """How a process ended, in words.
+
+    >>> _ending(-9), _ending(3)
+    ('SIGKILL: often the memory did not suffice', 'exit code 3')
+    """
+    if code is None or code >= 0:
+        return f"exit code {code}"
+    hint = ": often the memory did not suffice" if code == -signal.SIGKILL else ""
+    return f"{signal.Signals(-code).name}{hint}"
+
+
+# --------------------------------------------------------------------------- in the worker
+
+
+@dataclass(frozen=True)
+class _Order:
+    """A run to be carried out. Settings travel as a tree: plug-ins are loaded to read them."""
+
+    folder: Path
+    settings: dict[str, Any]
+    device: str | None
+
+
+class _SendLog(logging.Handler):
+    """Sends what the package has to say to the first process."""
+
+    def __init__(self, pipe: Connection) -> None:
+        super().__init__()
+        self._pipe = pipe
+
+    def emit(self, record: logging.LogRecord) -> None:
+        self._pipe.send(("log", (record.levelno, record.getMessage())))
+
+
+def _work(pipe: Connection) -> None:
+    """Take orders until the first process says stop, or is gone."""
+    signal.signal(signal.SIGINT, signal.SIG_IGN)  # the first process decides what Ctrl-C means
+    signal.signal(signal.SIGTERM, _stop)
+    threading.Thread(target=_end_with_parent, daemon=True).start()
+    package = logging.getLogger("fedharmony")
+    package.setLevel(logging.WARNING)
+    package.addHandler(_SendLog(pipe))
+    data: DataSet | None = None
+    try:
+        while True:
+            data = _carry_out(pipe.recv(), pipe, data)
+    except (Stopped, EOFError, OSError):
+        return
+
+
+def _carry_out(order: _Order, pipe: Connection, data: DataSet | None) -> DataSet | None:
+    """Carry out one run and send its results, or why there are none; returns the data."""
+
+    def send(event: Event) -> None:
+        if event["event"] != "progress":
+            pipe.send(("event", dict(event)))
+
+    try:
+        run = Planned(compose(order.settings), RunFolder(order.folder))
+        data = data or rehearse([run], send)
+        results = carry_out(run, send, data, order.device)
+    except FedHarmonyError as error:
+        pipe.send(("failed", (str(error), "")))
+    except BrokenPipeError:  # nobody is left who would listen
+        raise
+    except Exception as error:
+        pipe.send(("failed", (f"{type(error).__name__}: {error}.", traceback.format_exc())))
+    else:
+        pipe.send(("done", results))
+    return data
+
+
+def _stop(number: int, frame: object) -> None:
+    signal.signal(signal.SIGTERM, signal.SIG_DFL)
+    raise Stopped("the first process", number)
+
+
+def _end_with_parent() -> None:
+    """Stop this process when the first one is gone, however it ended."""
+    parent = multiprocessing.parent_process()
+    assert parent is not None
+    parent.join()
+    os.kill(os.getpid(), signal.SIGTERM)

@@ -1,0 +1,183 @@
+"""Several runs at once, in processes of their own."""
+
+from __future__ import annotations
+
+import io
+import json
+import os
+import signal
+import subprocess
+import sys
+import time
+import tomllib
+from pathlib import Path
+
+import pytest
+import torch
+from rich.console import Console
+from typer.testing import CliRunner
+
+from fedharmony.cli import app
+from fedharmony.errors import ConfigError
+from fedharmony.experiments.compare import plan
+from fedharmony.experiments.jobs import Workers
+from fedharmony.experiments.run import start
+from fedharmony.experiments.settings import load_settings
+from fedharmony.report.progress import Board
+
+SMALL = [
+    *("data.train=90", "data.test=30", "split.clients=3", "split.min_size=5", "run.rounds=2"),
+    *("train.epochs=1", "model.width=16", "model.depth=1", "model.heads=2", "engine.device=cpu"),
+]
+#: Methods that do not live long.
+PLUGIN = '''
+import os
+import signal
+import time
+
+from fedharmony.methods.base import Method, methods
+
+class Broken(Method):
+    """FedAvg until its second round."""
+
+    def aggregate(self, state, round, sent, replies):
+        if round:
+            self.end()
+        return super().aggregate(state, round, sent, replies)
+
+@methods.register("raises")
+class Raises(Broken):
+    """Has a fault."""
+
+    def end(self):
+        raise RuntimeError("a fault of mine")
+
+@methods.register("dies")
+class Dies(Broken):
+    """Takes its process along."""
+
+    def end(self):
+        os.kill(os.getpid(), signal.SIGKILL)
+
+@methods.register("lasts")
+class Lasts(Broken):
+    """Takes its time."""
+
+    def end(self):
+        for _ in range(600):
+            time.sleep(0.1)
+'''
+
+
+@pytest.fixture
+def plugin(tmp_path: Path) -> str:
+    (tmp_path / "plugin.py").write_text(PLUGIN)
+    return str(tmp_path / "plugin.py")
+
+
+def test_runs_that_fail_do_not_stop_the_others(plugin: str, tmp_path: Path) -> None:
+    """One raises, one kills its process; the others end, with the bits they have alone."""
+    out = tmp_path / "out"
+    chosen = ["--methods", "raises,dies,fedavg,fedprox", "--seeds", "0", "--against", "fedavg"]
+    jobs = ["--jobs", "2", "--plugin", plugin, "--out", str(out)]
+    command = [sys.executable, "-m", "fedharmony", "compare", "demo", *SMALL, "engine.threads=1"]
+    result = subprocess.run([*command, *chosen, *jobs], capture_output=True, text=True, check=False)
+    assert result.returncode == 2
+    assert "2 runs failed; all others are done." in result.stderr
+    assert "a fault of mine" in result.stderr
+    assert "SIGKILL" in result.stderr
+    assert "4 of 4 done, 0 running, 0 left" in result.stdout
+    (trace,) = (out / "raises" / "seed-0").glob("fedharmony-error-*.txt")
+    assert "in end" in trace.read_text()
+    table = (out / "table.md").read_text()
+    assert "Difference to fedavg" in table
+    settings = load_settings("demo", [*SMALL, "engine.threads=1"])
+    for method in ("fedavg", "fedprox"):
+        (run,) = plan(settings, [method], [0], tmp_path / "alone")
+        alone = start(run.settings, run.folder, lambda event: None)
+        found = json.loads((out / method / "seed-0" / "results.json").read_text())
+        assert found["state_sha256"] == alone["state_sha256"]
+        assert found["metrics"] == alone["metrics"]
+
+
+def alive(pid: int) -> bool:
+    try:
+        os.kill(pid, 0)
+    except ProcessLookupError:
+        return False
+    return True
+
+
+def test_ctrl_c_ends_all_processes_and_loses_nothing(plugin: str, tmp_path: Path) -> None:
+    """The signal reaches the first process alone; the workers' first rounds are saved."""
+    command = [sys.executable, "-m", "fedharmony", "compare", "demo", *SMALL]
+    command += ["--methods", "lasts", "--seeds", "0,1", "--jobs", "2", "--plugin", plugin]
+    process = subprocess.Popen(
+        [*command, "--out", "out"], cwd=tmp_path, stderr=subprocess.PIPE, text=True
+    )
+    folders = [tmp_path / "out" / "lasts" / f"seed-{seed}" for seed in (0, 1)]
+    logs = [folder / "events.jsonl" for folder in folders]
+    until = time.monotonic() + 120
+    while not all(log.exists() and '"round"' in log.read_text() for log in logs):
+        assert time.monotonic() < until
+        assert process.poll() is None, process.stderr and process.stderr.read()
+        time.sleep(0.1)
+    workers = [json.loads((folder / ".fedharmony-lock").read_text())["pid"] for folder in folders]
+    assert len({process.pid, *workers}) == 3
+    process.send_signal(signal.SIGINT)
+    _, errors = process.communicate(timeout=60)
+    assert process.returncode == 130
+    assert "the same command goes on" in errors
+    assert not any(map(alive, workers))
+    for folder, log in zip(folders, logs, strict=True):
+        assert json.loads(log.read_text().splitlines()[-1])["status"] == "interrupted"
+        assert (folder / "checkpoint.safetensors").exists()
+    assert not list(tmp_path.rglob(".fedharmony-lock"))
+    engine = tomllib.loads((folders[0] / "config.toml").read_text())["engine"]
+    assert engine["threads"] == max(1, torch.get_num_threads() // 2)
+
+
+def test_threads_are_shared_unless_they_are_set(tmp_path: Path) -> None:
+    threads = torch.get_num_threads()
+    demo = load_settings("demo")
+    for jobs in (1, 2, 1000):
+        (run,) = plan(demo, ["fedavg"], [0], tmp_path, jobs)
+        assert run.settings.engine.threads == max(1, threads // jobs)
+    (run,) = plan(load_settings("demo", ["engine.threads=7"]), ["fedavg"], [0], tmp_path, 4)
+    assert run.settings.engine.threads == 7
+
+
+def test_devices_are_checked_first(tmp_path: Path) -> None:
+    with pytest.raises(ConfigError, match=r"engine.device = 'cuda:99'"):
+        Workers(2, ["cpu", "cuda:99"])
+    command = ["compare", "demo", "--device", "cuda:0,cuda:1", "--jobs", "1"]
+    result = CliRunner().invoke(app, [*command, "--out", str(tmp_path / "out")])
+    assert "names 2 devices for --jobs 1" in str(result.exception)
+    assert not (tmp_path / "out").exists()
+
+
+def test_the_board_counts_runs_and_foretells_the_time(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Four runs of 10 rounds, the first done before, the third resumed after round 5.
+
+    That leaves 10 + 5 + 10 rounds. 5 of them in 60 s leave 20: 4 min.
+    """
+    clock = [0.0]
+    monkeypatch.setattr(time, "monotonic", lambda: clock[0])
+    target = io.StringIO()
+    board = Board(console=Console(file=target, width=120))
+    with board:
+        second = board.follow(2, 4, "b", 10)
+        third = board.follow(3, 4, "c", 10)
+        second({"event": "start", "rounds": 10})
+        third({"event": "start", "rounds": 10, "resumed_at": 5})
+        for i in range(5):
+            second({"event": "round", "round": i, "seconds": 1.0})
+        clock[0] = 60.0
+        assert board.standing == "1 of 4 done, 2 running, 1 left, about 4 min 0 s"
+        third({"event": "finish", "status": "failed", "reason": "Why."})
+        third({"event": "finish", "status": "failed", "reason": "Why."})
+        board.follow(4, 4, "d", 10)
+        assert board.standing == "2 of 4 done, 2 running, 0 left, about 3 min 0 s"
+    lines = target.getvalue().splitlines()
+    assert lines[0] == "b: started; 1 of 4 done, 1 running, 2 left"
+    assert len([line for line in lines if "failed after 5 of 10 rounds. Why." in line]) == 1
