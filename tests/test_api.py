@@ -235,6 +235,19 @@ def test_clients_train_on_what_they_hold(tmp_path: Path) -> None:
     assert found.predict(x).shape == (40, 3)
 
 
+def test_tensors_objects_and_numbers_of_other_kinds_will_do(tmp_path: Path) -> None:
+    x, y = features(20)
+    half = data_set(torch.tensor(x, dtype=torch.bfloat16), torch.tensor(y == 1), 0.5)
+    assert half.train.images.shape == (6,)
+    owners = np.array(["ann", "bob"] * 10, dtype=object)
+    users = data_set(x, y, 0.5, clients=owners).train.users
+    assert users is not None
+    assert set(users) == {"ann", "bob"}
+    given: dict[str, Any] = {"clients": np.int64(2), "rounds": np.int64(1), "quiet": True}
+    found = fh.train(x, y, method="fedavg", out=tmp_path / "x", **given)
+    assert found.settings.split.common.clients == 2
+
+
 def test_unknown_labels_are_marked() -> None:
     x, y = features(10)
     told = y.astype(float)
