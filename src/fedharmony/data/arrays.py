@@ -42,8 +42,8 @@ class Arrays(Source):
 def array_of(given: Any, what: str) -> npt.NDArray[Any]:
     """A tensor, array or list as an array."""
     if isinstance(given, torch.Tensor):
-        given = given.detach().cpu()
-        return (given.double() if given.is_floating_point() else given).numpy()
+        tensor = given.detach().cpu()
+        given = (tensor.double() if tensor.is_floating_point() else tensor).numpy()
     try:
         return np.asarray(given)
     except (ValueError, TypeError) as error:
