@@ -47,7 +47,7 @@ class Planned:
 
 
 def names_of(labels: Sequence[str]) -> list[str]:
-    """Methods as asked for, each once; ``all`` stands for every one, ``all:plus`` for their presets.
+    """Methods as asked for, each once; ``all`` is every one, ``all:plus`` all with this preset.
 
     >>> names_of(["fedavg", "fedavg:plus", "fedavg"])
     ['fedavg', 'fedavg:plus']

@@ -123,6 +123,22 @@ def owners(test: LabelledImages) -> list[Index] | None:
     return np.split(order, np.cumsum(np.bincount(user))[:-1])
 
 
+def per_user(test: LabelledImages, found: ClientsResult) -> Results:
+    """The metrics of each test user by itself, and their mean.
+
+    Each user's number is O-mAP, which is defined for everybody with a positive label.
+    """
+    names = np.unique(np.asarray(test.users)).tolist()
+    return {
+        "users": len(names),
+        "mean": found.mean,
+        "each": [
+            {"user": str(name), "images": result.n_images, "O-mAP": result.o_map}
+            for name, result in zip(names, found.per_client, strict=True)
+        ],
+    }
+
+
 def matrices(assembly: Assembly, state: Record, structure: StructureResult) -> Tensors:
     """Correlation matrices and label shares for the report; of very many labels, of some."""
     test, classes = assembly.data.test, len(assembly.data.classes)
@@ -199,9 +215,7 @@ def summarise(
         "rounds_done": settings.run.rounds,
         "metrics": found.as_dict(),
         "structure": evaluation.structure_numbers(),
-        "per_user": None
-        if evaluation.users is None
-        else {"users": len(evaluation.users.per_client), "mean": evaluation.users.mean},
+        "per_user": None if evaluation.users is None else per_user(data.test, evaluation.users),
         "per_label": [
             {"label": name, "ap": ap, "precision": p, "recall": r, "positives": int(n)}
             for name, ap, p, r, n in zip(

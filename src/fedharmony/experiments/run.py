@@ -20,10 +20,11 @@ from fedharmony.experiments.evaluate import Evaluation, Results, evaluate, matri
 from fedharmony.experiments.folder import EventLog, RunFolder, Saved, environment
 from fedharmony.experiments.machine import switch_torch, with_threads
 from fedharmony.experiments.outlook import outlook
-from fedharmony.experiments.scores import save_scores, scores_of
+from fedharmony.experiments.scores import save_examples, save_scores, scores_of
 from fedharmony.experiments.settings import Settings
 from fedharmony.files import refuse_if_held
 from fedharmony.partition.report import split_report
+from fedharmony.terminal import warn_once
 from fedharmony.transport.processes import crew
 from fedharmony.types import Record
 
@@ -167,7 +168,7 @@ def _rounds(assembly: Assembly, folder: RunFolder, saved: Saved, observe: Observ
     record(start_event(assembly, first))
     if crew().leads:
         for warning in outlook(assembly, first):
-            logger.warning(warning)
+            warn_once(warning)
     state = saved.state.to(assembly.device)
     try:
         if first:  # a checkpoint is written before its round is evaluated
@@ -191,6 +192,7 @@ def _rounds(assembly: Assembly, folder: RunFolder, saved: Saved, observe: Observ
     folder.save_tensors("matrices.safetensors", matrices(assembly, state, evaluation.structure))
     scores = scores_of(evaluation.scores, assembly.data.test, assembly.data.classes)
     save_scores(folder.path, scores, settings.run.scores)
+    save_examples(folder.path, assembly.data.test, settings.run.examples)
     record({"event": "finish", "status": "completed", "seconds": time.perf_counter() - began})
     results = summarise(assembly, state, evaluation, folder.read_events())
     memory.forget()  # no round is left that could ask for it

@@ -87,6 +87,8 @@ class RunSettings:
         label: shown in tables and figures instead of the method's name.
         plugins: Python files that register further components.
         scores: keep the scores of the test images if they are at most so many (images × labels).
+        examples: keep so many test images, small, to show with their labels in the report; 0 keeps
+            none, for images that must not leave their place.
         thresholds: share of each client's images that it does not train on, so that each label's
             threshold can be chosen on them; 0 holds none out, and all labels share
             ``metrics.threshold``.
@@ -99,6 +101,7 @@ class RunSettings:
     label: Label | None = None
     plugins: tuple[str, ...] = ()
     scores: Annotated[int, Ge(0)] = 10_000_000
+    examples: Annotated[int, Ge(0), Le(1000)] = 64
     thresholds: Annotated[float, Ge(0), Lt(1)] = 0.0
 
 
