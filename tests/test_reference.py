@@ -17,6 +17,7 @@ import pytest
 from fedharmony.cli import main
 from fedharmony.cli_settings import complete_change, complete_config, complete_methods
 from fedharmony.config import keys
+from fedharmony.errors import FedHarmonyError
 from fedharmony.experiments import dry_run
 from fedharmony.experiments.origins import show
 from fedharmony.experiments.reference import all_settings, matching, page
@@ -174,6 +175,14 @@ def test_a_plan_refuses_what_a_run_would(tmp_path: Path, change: str, complaint:
     assert code == 2, out
     assert complaint in err
     assert not (tmp_path / "x").exists()
+
+
+def test_weights_are_read_where_nothing_is_timed(tmp_path: Path) -> None:
+    """On a GPU the time of a step is not known beforehand."""
+    settings = load_settings("demo", [*SMALL, "model.weights=/nowhere.safetensors"])
+    untimed = mock.patch.object(dry_run, "_seconds", return_value=None)
+    with untimed, pytest.raises(FedHarmonyError, match="nowhere"):
+        dry_run.plan_of_run(settings, tmp_path / "x")
 
 
 def test_a_plan_refuses_a_folder_that_is_taken(tmp_path: Path) -> None:
