@@ -312,6 +312,7 @@ def _show(folder: Path, quiet: bool) -> None:
 
 def _show_runs(runs: Runs, quiet: bool) -> None:
     from fedharmony.report.page import write_report
+    from fedharmony.report.remarks import remarks
     from fedharmony.report.tables import table_of
 
     report, table = write_report(runs), table_of(runs)
@@ -320,6 +321,8 @@ def _show_runs(runs: Runs, quiet: bool) -> None:
     if table.differences is not None:
         screen.print(table.differences.to_rich())
     if not quiet:
+        for remark in remarks(runs):
+            screen.print(remark, soft_wrap=True, highlight=False)
         screen.print(f"Report: {report}", soft_wrap=True)
 
 

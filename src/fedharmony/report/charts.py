@@ -235,6 +235,7 @@ def dots(
     least: float = 1.0,
     line_at: float | None = None,
     spacing: float = 15,
+    whole: bool = False,
     note: str = "",
 ) -> Picture:
     """Named rows with dots on one axis; what lies far outside is shown at the edge, in figures.
@@ -246,6 +247,7 @@ def dots(
         least: The shortest axis, in the unit of the values.
         line_at: Where an upright line stands.
         spacing: Pixels from row to row.
+        whole: Whether only whole numbers are written along the axis.
         note: Text beneath the figure.
     """
     fitted = [row for row in rows if row.fits] or rows
@@ -259,7 +261,7 @@ def dots(
     room = pad * (high - low)
     across = Scale(low - room, high + room, left, svg.WIDTH - 14)
     drawing = Drawing(bottom + 22)
-    x_axis(drawing, across, bottom, across.ticks(5), grid_from=6)
+    x_axis(drawing, across, bottom, across.ticks(5, whole), grid_from=6)
     if line_at is not None:
         drawing.line([(across(line_at), 6), (across(line_at), bottom)], svg.MUTED)
     for i, (row, name) in enumerate(zip(rows, names, strict=True)):
