@@ -122,6 +122,7 @@ class Kind(StrEnum):
     datasets = "datasets"
     splitters = "splitters"
     models = "models"
+    trackers = "trackers"
     configs = "configs"
 
 
@@ -595,9 +596,10 @@ def report(
 
 @app.command(name="list")
 def list_components(kind: Kind, plugin: Plugins = None) -> None:
-    """What there is: methods, datasets, splitters, models, configs."""
+    """What there is: methods, datasets, splitters, models, trackers, configs."""
     from fedharmony.data.base import datasets
     from fedharmony.experiments.settings import built_in_configs
+    from fedharmony.experiments.trackers import trackers
     from fedharmony.methods.base import methods
     from fedharmony.models.base import models
     from fedharmony.partition.base import splitters
@@ -613,6 +615,7 @@ def list_components(kind: Kind, plugin: Plugins = None) -> None:
             Kind.datasets: datasets,
             Kind.splitters: splitters,
             Kind.models: models,
+            Kind.trackers: trackers,
         }[kind]
         for name in registry.names():
             presets = getattr(registry[name], "presets", {})

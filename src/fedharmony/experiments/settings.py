@@ -50,6 +50,7 @@ from fedharmony.data.transforms import check_transforms
 from fedharmony.engine.federation import FederationSettings
 from fedharmony.engine.optimise import TrainSettings
 from fedharmony.errors import ConfigError, nearest, shown
+from fedharmony.experiments.trackers import trackers
 from fedharmony.losses import LossSettings
 from fedharmony.methods.base import Method, methods
 from fedharmony.metrics import MetricOptions
@@ -86,6 +87,8 @@ class RunSettings:
         label: shown in tables and figures instead of the method's name.
         plugins: Python files that register further components.
         scores: keep the scores of the test images if they are at most so many (images × labels).
+        track: programs that show the run as it goes: "tensorboard", "mlflow", "wandb". They work
+            offline, in the run's folder.
     """
 
     method: str = "fedavg"
@@ -95,6 +98,7 @@ class RunSettings:
     label: Label | None = None
     plugins: tuple[str, ...] = ()
     scores: Annotated[int, Ge(0)] = 10_000_000
+    track: tuple[str, ...] = ()
 
 
 @dataclass(frozen=True)
@@ -358,8 +362,9 @@ class Settings:
         return sections
 
     def sha256(self) -> str:
-        """Identity of what is computed: other methods, the engine and tuning do not count."""
+        """Identity of what is computed: other methods, engine, tuning, trackers do not count."""
         tree = {k: v for k, v in self.tree().items() if k not in ("engine", "tune")}
+        tree["run"].pop("track", None)
         tree["methods"] = tree["methods"].get(self.method_name, {})
         return hashlib.sha256(json.dumps(tree, sort_keys=True).encode()).hexdigest()
 
@@ -448,6 +453,8 @@ def compose(tree: Mapping[str, Any]) -> Settings:
     part = {name: dict(tree.get(name, {})) for name in sections}
     run = build(RunSettings, part["run"], "run")
     load_plugins(run.plugins)
+    for name in run.track:
+        _ = trackers[name]  # refuses one that does not exist
     train = build(TrainSettings, part["train"], "train")
     federation = build(FederationSettings, part["federation"], "federation")
     common = {"train": train, "federation": federation}
