@@ -27,6 +27,7 @@ from fedharmony.experiments.run import resume, start
 from fedharmony.experiments.settings import Settings, load_settings
 from fedharmony.methods.base import INGREDIENTS, Task, methods
 from fedharmony.methods.fedavg import FedAvg
+from fedharmony.terminal import warn_once
 from fedharmony.types import PARAMS, Record
 from toy import SMALL, Toy, largest_difference, same_bits, toy_data
 
@@ -194,7 +195,7 @@ def plain_bytes(rounds: int) -> int:
 def test_every_method_takes_part_or_says_why_not(
     name: str, caplog: pytest.LogCaptureFixture
 ) -> None:
-    head_start._say.cache_clear()
+    warn_once.cache_clear()
     with caplog.at_level(logging.WARNING):
         toy = Toy(name, SMALL.get(name), rounds=2, federation=replace(CLOSED, server_average=0.5))
         state, _ = toy.run()

@@ -781,6 +781,8 @@ def test_the_difference_is_paired_by_seed() -> None:
     scores = {"a": {0: 0.71, 1: 0.60}, "b": {0: 0.68, 1: 0.60}}
     assert "no more than its own spread" in words.difference_sentence("a", "b", scores)
     assert "on one seed" in words.difference_sentence("a", "b", {"a": {0: 0.7}, "b": {0: 0.6}})
+    shown = words.difference_sentence("a", "b", {"a": {0: 0.86751}, "b": {0: 0.84249}})
+    assert "2.6 points" in shown  # 86.8 and 84.2, as they are shown
 
 
 def test_runs_made_apart_can_be_compared(tmp_path: Path) -> None:
@@ -956,6 +958,24 @@ def test_time_left_and_rounds_without_evaluation() -> None:
     assert lines[1] == "round 3/6  mAP 50.0  0 of 0 clients  9 s left"
     assert lines[2] == "round 4/6  0 of 0 clients  6 s left"
     assert len(lines) == 3  # round 5 waits for its evaluation
+
+
+def test_time_left_of_all_runs() -> None:
+    """Four rounds of 2 s each, then two runs: 2 · 2 s + 2 · 8 s. A run of 8 s, and the next takes
+    4 s a round: 3 · 4 s + (8 s + 16 s) / 2 for the run that follows.
+    """
+    target = console(terminal=False)
+    show = Progress(console=target)
+    for seconds, later in ((2.0, 2), (4.0, 1)):
+        show.follow(3 - later, 3, "x", 4)
+        show({"event": "start", "rounds": 4})
+        for round in range(4):
+            show({"event": "round", "round": round, "seconds": seconds})
+        show({"event": "finish", "status": "completed"})
+    lines = output(target).splitlines()
+    assert lines[2].endswith("4 s left, 20 s for all runs")
+    assert lines[4].endswith("0 of 0 clients  16 s for all runs")
+    assert lines[7].endswith("12 s left, 24 s for all runs")
 
 
 def interrupted(show: Progress, events: list[dict[str, Any]]) -> None:

@@ -5,7 +5,6 @@ from __future__ import annotations
 import json
 import tomllib
 from collections.abc import Sequence
-from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -24,7 +23,6 @@ from fedharmony.experiments.jobs import Workers
 from fedharmony.experiments.run import resume, start
 from fedharmony.experiments.settings import Settings, load_settings
 from fedharmony.experiments.tune import Choice, Search
-from fedharmony.partition.base import Partition
 from fedharmony.report.page import write_report
 
 SMALL = [
@@ -184,20 +182,20 @@ def test_nothing_is_called_an_upper_bound() -> None:
 
 def test_hold_out_takes_the_share_of_each_client_and_leaves_one_image() -> None:
     """Sizes 10, 3, 1 with 0.3: round(3), round(0.9) = 1 and, of one image, none."""
-    parts = (np.arange(10), np.arange(10, 13), np.array([13]))
-    partition = Partition(parts, images=14, seed=5)
-    kept, held = hold_out(partition, 0.3)
+    parts = {0: np.arange(10), 1: np.arange(10, 13), 2: np.array([13])}
+    kept, held = hold_out(parts, 0.3, 5, "holdout")
     assert [len(k) for k in kept.values()] == [7, 2, 1]
     assert len(held) == 4
     together = np.sort(np.concatenate([*kept.values(), held]))
     assert together.tolist() == list(range(14))
     assert all((np.diff(k) > 0).all() for k in kept.values())
-    _, same = hold_out(partition, 0.3)
+    _, same = hold_out(parts, 0.3, 5, "holdout")
     assert (same == held).all()
-    assert (hold_out(replace(partition, seed=6), 0.3)[1] != held).any()
-    assert [len(k) for k in hold_out(partition, 0.999)[0].values()] == [1, 1, 1]
+    assert (hold_out(parts, 0.3, 6, "holdout")[1] != held).any()
+    assert (hold_out(parts, 0.3, 5, "thresholds")[1] != held).any()
+    assert [len(k) for k in hold_out(parts, 0.999, 5, "holdout")[0].values()] == [1, 1, 1]
     with pytest.raises(ConfigError, match="no image at all"):
-        hold_out(Partition((np.array([0]), np.array([1])), images=2), 0.4)
+        hold_out({0: np.array([0]), 1: np.array([1])}, 0.4, 0, "holdout")
 
 
 def test_a_run_with_held_out_images_never_sees_the_test_set() -> None:

@@ -30,6 +30,15 @@ from rich.text import Text
 
 import fedharmony
 from fedharmony.cli_data import data_app, init, models_app, partition, usable
+from fedharmony.cli_settings import (
+    complete_change,
+    complete_config,
+    complete_methods,
+    print_plan,
+    print_settings,
+    print_settings_list,
+)
+from fedharmony.cli_use import export, predict
 from fedharmony.errors import (
     ClientLimitError,
     ConfigError,
@@ -51,7 +60,6 @@ if TYPE_CHECKING:
 app = typer.Typer(
     name="fedharmony",
     no_args_is_help=True,
-    add_completion=False,
     pretty_exceptions_enable=False,
     rich_markup_mode="markdown",
     help="Federated multi-label learning: FedHarmony (arXiv 2604.28024) and the methods it is "
@@ -63,7 +71,12 @@ app = typer.Typer(
 DEBUG = "--debug"
 
 ConfigArgument = Annotated[
-    str, typer.Argument(metavar="CONFIG", help="TOML file, or the name of a built-in one (demo).")
+    str,
+    typer.Argument(
+        metavar="CONFIG",
+        help="TOML file, or the name of a built-in one (demo).",
+        autocompletion=complete_config,
+    ),
 ]
 Overrides = Annotated[
     list[str] | None,
@@ -71,6 +84,7 @@ Overrides = Annotated[
         metavar="[KEY=VALUE | CONFIG]...",
         help="Settings to change, for instance `train.lr=0.001` or `run.method=fedavg`, or further "
         "TOML files whose settings come on top.",
+        autocompletion=complete_change,
     ),
 ]
 Out = Annotated[
@@ -109,6 +123,14 @@ Quiet = Annotated[
     bool,
     typer.Option("--quiet", "-q", metavar="", help="Print only the result.", callback=_hush),
 ]
+DryRun = Annotated[
+    bool,
+    typer.Option(
+        "--dry-run",
+        metavar="",
+        help="Check everything and show the plan; train nothing, write no run.",
+    ),
+]
 Plugins = Annotated[
     list[Path] | None,
     typer.Option("--plugin", help="Python file that registers a method, data set, … of your own."),
@@ -124,6 +146,7 @@ class Kind(StrEnum):
     models = "models"
     trackers = "trackers"
     configs = "configs"
+    settings = "settings"
 
 
 def _import_torch() -> None:
@@ -142,20 +165,27 @@ def _import_torch() -> None:
     gc.freeze()
 
 
+def _changes(
+    overrides: Sequence[str] | None, device: str | None, plugins: list[Path] | None
+) -> list[str]:
+    """What the options of a command say, as settings; plug-ins are loaded."""
+    changes = list(overrides or ())
+    if device is not None:
+        changes.append(f'engine.device="{device}"')
+    if plugins:
+        load_plugins(plugins)
+        files = ", ".join(f"'{path.resolve()}'" for path in plugins)
+        changes.append(f"run.plugins=[{files}]")
+    return changes
+
+
 def _settings(
     config: str, overrides: Sequence[str] | None, device: str | None, plugins: list[Path] | None
 ) -> Settings:
     _import_torch()
     from fedharmony.experiments.settings import load_settings
 
-    assignments = list(overrides or ())
-    if device is not None:
-        assignments.append(f'engine.device="{device}"')
-    if plugins:
-        load_plugins(plugins)
-        files = ", ".join(f"'{path.resolve()}'" for path in plugins)
-        assignments.append(f"run.plugins=[{files}]")
-    return load_settings(config, assignments)
+    return load_settings(config, _changes(overrides, device, plugins))
 
 
 class UnexpectedError(Exception):
@@ -291,6 +321,7 @@ def run(
     out: Out = None,
     device: Device = None,
     quiet: Quiet = False,
+    dry_run: DryRun = False,
     plugin: Plugins = None,
 ) -> None:
     """Train one method, as a config file says.
@@ -306,10 +337,15 @@ def run(
 
     method = folder_name(settings.label)
     folder = out or Path("runs") / f"{Path(config).stem}-{method}-seed{settings.run.seed}"
+    if dry_run:
+        from fedharmony.experiments.dry_run import plan_of_run
+
+        return print_plan(plan_of_run(settings, folder))
     with _progress(quiet or not _leads()) as progress:
         _guarded(folder, lambda: runs.start(settings, RunFolder(folder), progress))
     if _leads():
         _show(folder, quiet)
+    return None
 
 
 @app.command()
@@ -348,6 +384,7 @@ def compare(
         str,
         typer.Option(
             "--methods",
+            autocompletion=complete_methods,
             help="Comma-separated methods; `name:preset` picks a preset, `all` takes every method, "
             "`central` trains in one place, on as many images as the cohorts see.",
         ),
@@ -360,6 +397,7 @@ def compare(
     out: Out = None,
     device: Devices = None,
     quiet: Quiet = False,
+    dry_run: DryRun = False,
     plugin: Plugins = None,
 ) -> None:
     """Train several methods on several seeds: same data, split and cohorts for all.
@@ -374,8 +412,13 @@ def compare(
     crowd = _Crowd(jobs, _words(device or ""))
     settings = _settings(config, overrides, crowd.devices[0] if crowd.devices else None, plugin)
     folder = out or Path("runs") / f"{Path(config).stem}-comparison"
-    name, labels = Path(config).stem, _words(method_list)
-    _compare(settings, name, labels, _numbers(seeds), folder, quiet, against, crowd)
+    names, numbers = _words(method_list), _numbers(seeds)
+    if dry_run:
+        from fedharmony.experiments.dry_run import plan_of_comparison
+
+        print_plan(plan_of_comparison(settings, names, numbers, folder))
+    else:
+        _compare(settings, Path(config).stem, names, numbers, folder, quiet, against, crowd)
 
 
 @app.command()
@@ -383,12 +426,18 @@ def tune(
     config: ConfigArgument,
     overrides: Overrides = None,
     method_list: Annotated[
-        str, typer.Option("--methods", help="Comma-separated methods; `all` takes every method.")
+        str,
+        typer.Option(
+            "--methods",
+            autocompletion=complete_methods,
+            help="Comma-separated methods; `all` takes every method.",
+        ),
     ] = "all",
     jobs: Jobs = None,
     out: Out = None,
     device: Devices = None,
     quiet: Quiet = False,
+    dry_run: DryRun = False,
     plugin: Plugins = None,
 ) -> None:
     """Search the learning rate and settings of each method, on held-out training images.
@@ -406,6 +455,10 @@ def tune(
     crowd = _Crowd(jobs, _words(device or ""))
     settings = _settings(config, overrides, crowd.devices[0] if crowd.devices else None, plugin)
     folder = out or Path("runs") / f"{Path(config).stem}-tuned"
+    if dry_run:
+        from fedharmony.experiments.dry_run import plan_of_search
+
+        return print_plan(plan_of_search(settings, _words(method_list), folder))
     search = Search(settings, _words(method_list), folder, crowd.size)
     with crowd.progress(quiet) as progress, _repeatable(folder), crowd.workers() as workers:
 
@@ -433,6 +486,24 @@ def tune(
     screen.print(table)
     if not quiet:
         screen.print(f"Settings: {folder / 'tuned.toml'}", soft_wrap=True)
+    return None
+
+
+@app.command()
+def show(
+    config: ConfigArgument,
+    overrides: Overrides = None,
+    device: Device = None,
+    plugin: Plugins = None,
+) -> None:
+    """Show every setting that a run would have, and where each value comes from.
+
+    Example: `fedharmony show demo methods/fedprox train.lr=0.01`
+
+    What is printed is a config file itself: `fedharmony show demo > mine.toml`.
+    """
+    _import_torch()
+    print_settings(config, _changes(overrides, device, plugin))
 
 
 @app.command()
@@ -449,7 +520,9 @@ def demo(
     """
     overrides = [] if rounds is None else [f"run.rounds={rounds}"]
     settings = _settings("demo", overrides, device, None)
-    folder = out or _unused(Path("runs") / "demo")
+    from fedharmony.experiments.folder import unused
+
+    folder = out or unused(Path("runs") / "demo")
     names = ["fedavg", "fedharmony", "fedharmony:plus"]
     _compare(settings, "demo", names, _numbers(seeds), folder, quiet)
 
@@ -503,6 +576,7 @@ def _compare(
     from fedharmony.experiments import compare as comparison
     from fedharmony.experiments.folder import RunFolder
     from fedharmony.report.load import load
+    from fedharmony.report.tables import write_tables
 
     planned = comparison.plan(settings, labels, seeds, folder, crowd.size)
     if against is not None:
@@ -527,33 +601,10 @@ def _compare(
                 if all(run.results is None for run in planned):
                     raise
             runs = load(folder)
-            _write_tables(runs)
+            write_tables(runs)
     _show_runs(runs, quiet)
     if failed is not None:
         raise failed
-
-
-def _write_tables(runs: Runs) -> None:
-    """The tables of a comparison, in its folder."""
-    from fedharmony.engine.checkpoint import write_file
-    from fedharmony.report.tables import table_of
-
-    table = table_of(runs)
-    for suffix, text in (
-        ("md", table.to_markdown()),
-        ("csv", table.to_csv()),
-        ("tex", table.to_latex()),
-    ):
-        write_file(runs.home / f"table.{suffix}", text.encode())
-
-
-def _unused(folder: Path) -> Path:
-    """``folder``, or ``folder-2``, … if it is taken."""
-    number, free = 1, folder
-    while free.exists():
-        number += 1
-        free = folder.with_name(f"{folder.name}-{number}")
-    return free
 
 
 def _words(text: str) -> list[str]:
@@ -595,16 +646,27 @@ def report(
 
 
 @app.command(name="list")
-def list_components(kind: Kind, plugin: Plugins = None) -> None:
-    """What there is: methods, datasets, splitters, models, trackers, configs."""
+def list_components(
+    kind: Kind,
+    pattern: Annotated[
+        str, typer.Argument(metavar="[PATTERN]", help="Only settings that have to do with this.")
+    ] = "",
+    plugin: Plugins = None,
+) -> None:
+    """What there is: methods, datasets, splitters, models, trackers, configs, settings.
+
+    Example: `fedharmony list settings lr`
+    """
+    from fedharmony.config import built_in_configs
     from fedharmony.data.base import datasets
-    from fedharmony.experiments.settings import built_in_configs
     from fedharmony.experiments.trackers import trackers
     from fedharmony.methods.base import methods
     from fedharmony.models.base import models
     from fedharmony.partition.base import splitters
 
     load_plugins(plugin or ())
+    if kind is Kind.settings:
+        return print_settings_list(pattern)
     table = Table(box=None, show_header=False, pad_edge=False)
     if kind is Kind.configs:
         for name, path in built_in_configs().items():
@@ -622,8 +684,11 @@ def list_components(kind: Kind, plugin: Plugins = None) -> None:
             more = f"  (presets: {', '.join(presets)})" if len(presets) > 1 else ""
             table.add_row(Text(name, "bold"), registry.summary(name) + more)
     console().print(table)
+    return None
 
 
+app.command()(predict)
+app.command()(export)
 app.command()(init)
 app.command()(partition)
 app.add_typer(data_app, name="data")

@@ -23,6 +23,7 @@ from typing import Annotated, Any, TypeAlias, TypeVar, get_type_hints
 import tomli_w
 from pydantic import AfterValidator, TypeAdapter, ValidationError
 
+import fedharmony
 from fedharmony.errors import ConfigError, nearest, shown
 from fedharmony.reading import is_there, read_regular, user_path
 
@@ -52,6 +53,13 @@ def read_toml(path: str | Path) -> Tree:
         return _loads(text)
     except ValueError as error:
         raise ConfigError(f"Config file {path} is not valid TOML: {error}.") from error
+
+
+def built_in_configs() -> dict[str, Path]:
+    """Config files that come with the package, by name (``demo``, ``methods/fedprox``)."""
+    folder = Path(fedharmony.__file__).parent / "configs"
+    files = sorted(folder.rglob("*.toml"), key=lambda p: (len(p.parts), p))
+    return {path.relative_to(folder).with_suffix("").as_posix(): path for path in files}
 
 
 def _loads(text: str) -> Tree:
@@ -259,3 +267,14 @@ def tree_of(settings: Any) -> Tree:
 def to_toml(tree: Mapping[str, Any]) -> str:
     """TOML text of a settings tree."""
     return tomli_w.dumps(tree)
+
+
+def in_toml(value: Any) -> str:
+    """A single value as TOML, on one line.
+
+    >>> in_toml((1, 2.5)), in_toml("a")
+    ('[1, 2.5]', '"a"')
+    """
+    if isinstance(value, tuple | list):
+        return f"[{', '.join(map(in_toml, value))}]"
+    return to_toml({"k": value}).partition("=")[2].strip()

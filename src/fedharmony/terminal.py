@@ -7,6 +7,7 @@ character. So control characters are replaced by visible ones, and what an encod
 
 from __future__ import annotations
 
+import functools
 import io
 import logging
 import re
@@ -65,3 +66,9 @@ def replace_unknown(*streams: TextIO) -> None:
     for stream in streams:
         if isinstance(stream, io.TextIOWrapper):
             stream.reconfigure(errors="replace")
+
+
+@functools.cache
+def warn_once(text: str) -> None:
+    """Log a warning that several runs of one process have in common, the first time only."""
+    logging.getLogger("fedharmony").warning(text)

@@ -191,6 +191,7 @@ class DataSet:
         train: What is divided among the clients.
         test: What the global model is measured on; it never enters a client.
         planted: float64 ``(C, C)``, the true label correlation φ where the label process is known.
+        features: Names of the features, where inputs are vectors and have names.
     """
 
     name: str
@@ -198,6 +199,7 @@ class DataSet:
     train: LabelledImages
     test: LabelledImages
     planted: npt.NDArray[np.float64] | None = None
+    features: tuple[str, ...] = ()
 
     def __post_init__(self) -> None:
         """Refuse parts that do not fit together."""

@@ -65,6 +65,8 @@ ADVICE = 'Fetch or unpack the data again, or set unreadable = "skip" to leave su
 #: Formats of images, for Pillow. Others are not opened at all: for some of them Pillow starts
 #: programs (PostScript: Ghostscript), and no data set uses them.
 FORMATS = ("JPEG", "PNG", "WEBP", "BMP", "TIFF", "GIF", "PPM")
+#: How names of such files end.
+IMAGE_ENDINGS = (".jpg", ".jpeg", ".png", ".webp", ".bmp", ".tif", ".tiff", ".gif", ".ppm")
 
 #: The tag of EXIF data that says how the camera was held, and what undoes each of its values.
 ORIENTATION = 0x0112
@@ -341,7 +343,7 @@ class _Entry:
         """Write the readable images in order; returns index, name and trouble of the others."""
         count, done = len(self.files), 0
         unread: list[_Unread] = []
-        with closing(_in_order(self.files, self.resize, workers)) as chunks:
+        with closing(decode_in_order(self.files, self.resize, workers)) as chunks:
             for pixels, troubles in chunks:
                 out.write(pixels.data)
                 sums.add(pixels)
@@ -393,13 +395,17 @@ def _checksums(file: Path, size: int) -> list[str]:
         return list(pool.map(checksum, range(0, size, PART)))
 
 
-_Chunk: TypeAlias = tuple[Pixels, list[tuple[int, str]]]
+#: Images of some files in a row, and index of, and trouble with, those that cannot be read.
+Chunk: TypeAlias = tuple[Pixels, list[tuple[int, str]]]
 
 
-def _in_order(files: ImageFiles, resize: Resize, workers: int) -> Generator[_Chunk, None, None]:
+def decode_in_order(
+    files: ImageFiles, resize: Resize, workers: int | None = None
+) -> Generator[Chunk, None, None]:
     """Decode on several threads; Pillow lets them run side by side. Chunks come in order."""
+    workers = workers or _cores()
     pool = ThreadPoolExecutor(workers, "decode")
-    waiting: deque[Future[_Chunk]] = deque()
+    waiting: deque[Future[Chunk]] = deque()
     try:
         for start in range(0, len(files), CHUNK):
             rows = range(start, min(start + CHUNK, len(files)))
@@ -412,7 +418,7 @@ def _in_order(files: ImageFiles, resize: Resize, workers: int) -> Generator[_Chu
         pool.shutdown(cancel_futures=True)
 
 
-def _decode_chunk(files: ImageFiles, rows: range, resize: Resize) -> _Chunk:
+def _decode_chunk(files: ImageFiles, rows: range, resize: Resize) -> Chunk:
     """The images of the readable files, and the trouble with the others."""
     attempts = {i: _attempt(files, i, resize) for i in rows}
     images = [image for image in attempts.values() if isinstance(image, np.ndarray)]

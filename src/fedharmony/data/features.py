@@ -25,6 +25,7 @@ from array import array
 from collections import Counter
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
+from itertools import zip_longest
 from operator import itemgetter
 from pathlib import Path
 from typing import Annotated, Any, Literal, TypeAlias
@@ -126,7 +127,8 @@ class Features(Source):
                     "sample does not have the label."
                 )
         refuse_coarse(train)
-        return DataSet(self.name, train.classes, train.as_images(), test.as_images())
+        parts = train.as_images(), test.as_images()
+        return DataSet(self.name, train.classes, *parts, features=train.features)
 
     def check(self, tell: Tell | None = None) -> Check:
         """Read everything, and say what is there."""
@@ -174,8 +176,32 @@ class Features(Source):
             )
         return main, test
 
+    def inputs(self, path: str, names: Sequence[str]) -> tuple[list[str], Values]:
+        """Names and feature vectors of the samples of a file, which needs no labels.
+
+        Args:
+            path: The file.
+            names: The features, in their order. A table has a column for each, and may have more.
+
+        Returns:
+            The samples' ids, or else their numbers from 1 on; float32 ``(N, F)``.
+        """
+        content = self._content(path, "path", ("X",))
+        if isinstance(content, Sheet):
+            return self._inputs_of_rows(content, names)
+        return _inputs_of_arrays(content, names, str(user_path(path)))
+
     def _read(self, path: str, setting: str) -> Samples:
         """The samples of one file."""
+        content = self._content(path, setting, ("X", "Y"))
+        if isinstance(content, Sheet):
+            return self._of_rows(content)
+        return self._of_arrays(content, str(user_path(path)))
+
+    def _content(
+        self, path: str, setting: str, arrays: Sequence[str]
+    ) -> Sheet | dict[str, npt.NDArray[Any]]:
+        """What stands in a file: a table, or arrays, of which some must be there."""
         file = user_path(path)
         where, form = str(file), file.suffix.lower()
         if not path:
@@ -193,7 +219,7 @@ class Features(Source):
         if not data:
             raise DataError(f"{where} is empty. Write the samples into it.")
         if form == ".npz":
-            return self._of_arrays(_arrays(data, where), where)
+            return _arrays(data, where, arrays)
         if form == ".arff":
             sheet = read_arff(data, where)
             if found := self.config.label_file or _list_beside(file):
@@ -204,7 +230,7 @@ class Features(Source):
             if header is None:
                 raise DataError(f"{where} is empty. Write the samples into it.")
             sheet = Sheet(where, header.cells, rows)
-        return self._of_rows(sheet)
+        return sheet
 
     # -- rows of cells -----------------------------------------------------------------------------
 
@@ -248,6 +274,31 @@ class Features(Source):
             np.array(texts["user"]) if "user" in texts else None,
             texts.get("split"),
         )
+
+    def _inputs_of_rows(self, sheet: Sheet, names: Sequence[str]) -> tuple[list[str], Values]:
+        """Names and feature vectors of the samples of a table."""
+        if absent := [name for name in names if name not in sheet.names]:
+            raise DataError(
+                f"{sheet.where} has no column {absent[0]!r}, a feature that the model reads. "
+                f"{nearest(absent[0], sheet.names)}"
+            )
+        pick = _picker([sheet.names.index(name) for name in names])
+        columns = [self.config.id] if self.config.id else ID_COLUMNS if sheet.speaking else ()
+        named = [sheet.names.index(c) for c in columns if c in sheet.names and c not in names]
+        values, ids = array("f"), list[str]()
+        for row in sheet.rows:
+            try:
+                if len(row.cells) != len(sheet.names):
+                    raise RowError(
+                        f"there are {len(row.cells):,} cells below {len(sheet.names):,} columns."
+                    )
+                values.extend(_numbers(pick(row.cells), names))
+            except RowError as problem:
+                raise DataError(f"{row.place}: {problem}") from None
+            ids.append(row.cells[named[0]] if named else str(len(ids) + 1))
+        if not ids:
+            raise DataError(f"{sheet.where} has columns but no sample.")
+        return ids, np.frombuffer(values, np.float32).reshape(-1, len(names))
 
     def _kept(self, sheet: Sheet) -> list[str]:
         """The columns that are not passed over; each must have a name of its own."""
@@ -452,6 +503,28 @@ def refuse_coarse(samples: Samples) -> None:
             )
 
 
+def _inputs_of_arrays(
+    arrays: Mapping[str, npt.NDArray[Any]], names: Sequence[str], where: str
+) -> tuple[list[str], Values]:
+    """Names and feature vectors of the samples of an ``.npz`` file."""
+    X, count = arrays["X"], len(names)
+    if X.ndim != 2 or X.shape[1] != count or X.dtype.kind not in "biuf" or not len(X):
+        raise DataError(
+            f"{where}: X has shape {X.shape} and type {X.dtype}; the model reads a matrix of "
+            f"numbers with {count:,} columns, one row per sample."
+        )
+    own = arrays["features"].astype(str).tolist() if "features" in arrays else list(names)
+    if own != list(names):
+        found, read = next(pair for pair in zip_longest(own, names) if pair[0] != pair[1])
+        raise DataError(
+            f"{where} has other features than the model reads, or in another order: {found!r} in "
+            f"the place of {read!r}."
+        )
+    _refuse_where(~(np.abs(X) <= LARGEST), X, "X", names, "not a finite number", where)
+    numbers = np.arange(1, len(X) + 1)
+    return arrays.get("ids", numbers).astype(str).tolist(), X.astype(np.float32)
+
+
 # Cells --------------------------------------------------------------------------------------------
 
 
@@ -526,8 +599,8 @@ def _refuse_where(
 # Files --------------------------------------------------------------------------------------------
 
 
-def _arrays(data: bytes, where: str) -> dict[str, npt.NDArray[Any]]:
-    """The arrays of an ``.npz`` file."""
+def _arrays(data: bytes, where: str, needed: Sequence[str]) -> dict[str, npt.NDArray[Any]]:
+    """The arrays of an ``.npz`` file, of which some must be there."""
     try:
         with zipfile.ZipFile(io.BytesIO(data)) as packed:
             size = sum(member.file_size for member in packed.infolist())
@@ -540,7 +613,7 @@ def _arrays(data: bytes, where: str) -> dict[str, npt.NDArray[Any]]:
             f"{where} is not an .npz file of plain arrays, or is damaged: {error}. Write it with "
             "numpy.savez; names must be text, not objects."
         ) from None
-    for name in ("X", "Y"):
+    for name in needed:
         if name not in arrays:
             raise DataError(f"{where} has no array {name!r}. {nearest(name, arrays)}")
     if unknown := [name for name in arrays if name not in ARRAYS]:

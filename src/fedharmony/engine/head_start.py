@@ -27,8 +27,6 @@ arXiv 2602.01186).
 
 from __future__ import annotations
 
-import functools
-import logging
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
 
@@ -42,9 +40,8 @@ from fedharmony.losses import Batch
 from fedharmony.methods.base import Method, Outcome, Stage, Sweep
 from fedharmony.models.base import Head
 from fedharmony.rng import numpy_rng
+from fedharmony.terminal import warn_once
 from fedharmony.types import PARAMS, Form, Record, Reply, Tensors
-
-logger = logging.getLogger(__name__)
 
 SUMS = "head_sums"  # reply: A_k (upper triangle) and B_k
 #: Bytes that a client may send at most where each label has a matrix of its own.
@@ -58,17 +55,12 @@ def opening(method: Method, head: Head, settings: FederationSettings) -> list[St
     if settings.head_start == "random":
         return []
     if head.no_closed_form:
-        _say(method.name, head.no_closed_form)
+        warn_once(
+            f"federation.head_start = 'closed_form' leaves the head of {method.name} as it is: "
+            f"{head.no_closed_form}."
+        )
         return []
     return [HeadStart(method, settings.head_ridge, settings.head_clients).stage()]
-
-
-@functools.cache
-def _say(method: str, reason: str) -> None:
-    """Say once in a process why a method keeps the head it has."""
-    logger.warning(
-        "federation.head_start = 'closed_form' leaves the head of %s as it is: %s.", method, reason
-    )
 
 
 @dataclass(frozen=True)

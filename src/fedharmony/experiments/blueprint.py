@@ -135,28 +135,8 @@ class Blueprint:
 def blueprint(settings: Settings, facts: Facts) -> Blueprint:
     """Make method, model and cohorts; whatever does not fit together is refused here."""
     run, train, federation = settings.run, settings.training, settings.federation
-    backbone = make_backbone(settings, facts.input)
-    task = Task(
-        classes=len(facts.classes),
-        clients=len(facts.sizes),
-        rounds=run.rounds,
-        batch_size=train.batch_size,
-        epochs=train.epochs,
-        seed=run.seed,
-        width=backbone.width,
-        lr=train.lr,
-        optimiser=train.optimiser,
-        momentum=train.momentum,
-        schedule=train.schedule,
-        loss=settings.loss,
-        labels=facts.classes,
-        average=federation.average,
-        mean=backbone.mean,
-        std=backbone.std,
-        pixels=isinstance(facts.input, InputSpec),
-        unknown_labels=facts.unknown_labels,
-    )
-    method = methods[settings.method_name](settings.method_config, task)
+    backbone = make_backbone(settings, settings.model.own, facts.input)
+    method = make_method(settings, settings.method_config, facts, backbone)
     model = make_model(settings, backbone, method)
     holders = sum(size > 0 for size in facts.sizes.values())
     cohort = cohort_size(holders, federation.participation, federation.cohort)
@@ -175,8 +155,38 @@ def blueprint(settings: Settings, facts: Facts) -> Blueprint:
     return Blueprint(settings, facts, model, method, rounds, first, counts)
 
 
-def make_backbone(settings: Settings, input: InputSpec | FeatureSpec) -> Backbone:
-    """The backbone for images, or feature vectors, of a shape."""
+def make_method(
+    settings: Settings, config: Method.Config, facts: Facts, backbone: Backbone
+) -> Method:
+    """The chosen method with its own settings ``config``, for a task."""
+    run, train = settings.run, settings.training
+    task = Task(
+        classes=len(facts.classes),
+        clients=len(facts.sizes),
+        rounds=run.rounds,
+        batch_size=train.batch_size,
+        epochs=train.epochs,
+        seed=run.seed,
+        width=backbone.width,
+        lr=train.lr,
+        optimiser=train.optimiser,
+        momentum=train.momentum,
+        schedule=train.schedule,
+        loss=settings.loss,
+        labels=facts.classes,
+        average=settings.federation.average,
+        mean=backbone.mean,
+        std=backbone.std,
+        pixels=isinstance(facts.input, InputSpec),
+        unknown_labels=facts.unknown_labels,
+    )
+    return methods[settings.method_name](config, task)
+
+
+def make_backbone(
+    settings: Settings, config: Backbone.Config, input: InputSpec | FeatureSpec
+) -> Backbone:
+    """The chosen backbone with its own settings ``config``, for inputs of a shape."""
     name = settings.model.common.name
     takes = models[name].takes
     if not isinstance(input, takes):
@@ -190,7 +200,7 @@ def make_backbone(settings: Settings, input: InputSpec | FeatureSpec) -> Backbon
             f"Section [augment] changes images, but data set {settings.data.common.name!r} has "
             f"{input}. Remove the section."
         )
-    backbone = models[name](settings.model.own, input)
+    backbone = models[name](config, input)
     refuse_too_large(sum(math.prod(shape) for shape in backbone.shapes().values()))
     return backbone
 

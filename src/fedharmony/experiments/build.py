@@ -14,7 +14,7 @@ import torch
 from fedharmony.data.base import DataSet, Images, LabelledImages, TensorImages, datasets
 from fedharmony.data.cache import MappedImages
 from fedharmony.data.features import moments
-from fedharmony.data.file_source import FileSource
+from fedharmony.data.file_source import Content, FileSource
 from fedharmony.engine.cohort import Cohort
 from fedharmony.engine.federation import Event, Federation
 from fedharmony.engine.means import Means
@@ -49,6 +49,7 @@ class Assembly:
         data: the data as clients see them, on the device.
         partition: who holds which image.
         clients: what each client trains on: its part, less what is held out.
+        for_thresholds: images held out to choose each label's threshold on, if any are.
         device: where to compute.
         means: how to compute.
         bound: the hashes of all this.
@@ -62,6 +63,7 @@ class Assembly:
     device: torch.device
     means: Means
     bound: Binding
+    for_thresholds: LabelledImages | None = None
 
     @property
     def settings(self) -> Settings:
@@ -123,15 +125,16 @@ def assemble(
     """
     device = choose_device(settings.engine.device)
     if data is None:
-        loaded, draft = _load(settings, partition_file, observe)
+        loaded, drafted = _load(settings, partition_file, observe)
     else:
-        loaded, draft = data, _draft_of(settings, partition_file, data)
-    plan, partition, clients = draft.blueprint, draft.partition, draft.clients
+        loaded, drafted = data, draft(settings, _contents_of(data), partition_file)
+    plan, partition, clients = drafted.blueprint, drafted.partition, drafted.clients
     data = on_device(loaded, device)
-    if draft.held_out is not None:
-        # A label that the owner of an image does not annotate cannot serve to choose settings.
-        test = as_annotated(data.train, partition, settings).subset(draft.held_out)
-        data = replace(data, test=test)
+    # A label that the owner of an image does not annotate cannot serve to choose anything.
+    annotated = as_annotated(data.train, partition, settings)
+    if drafted.held_out is not None:
+        data = replace(data, test=annotated.subset(drafted.held_out))
+    chosen = drafted.for_thresholds
     if plan.gathered is None:
         data = as_clients_see(data, partition, settings)
     else:
@@ -147,7 +150,8 @@ def assemble(
         clients=clients,
         device=device,
         means=means.exact() if backbone.mixes_images else means,
-        bound=bind(loaded, partition, draft.held_out),
+        bound=bind(loaded, partition, drafted.held_out),
+        for_thresholds=None if chosen is None else annotated.subset(chosen),
     )
 
 
@@ -175,13 +179,56 @@ class Draft:
         partition: who holds which image.
         clients: what each client trains on.
         held_out: the training images that take the place of the test set, if any do.
+        for_thresholds: the training images that thresholds are chosen on, if any are.
         blueprint: the run without its data.
     """
 
     partition: Partition
     clients: Mapping[int, Index]
     held_out: Index | None
+    for_thresholds: Index | None
     blueprint: Blueprint
+
+
+@dataclass(frozen=True)
+class Contents:
+    """What a data set holds, less its pixels.
+
+    Attributes:
+        classes: label names.
+        input: what a model of these data is built for.
+        train: labels and owners of the training images.
+        test: those of the test images.
+    """
+
+    classes: tuple[str, ...]
+    input: InputSpec | FeatureSpec
+    train: Labelled
+    test: Labelled
+
+
+def contents(settings: Settings, complete: bool = False) -> Contents:
+    """What the chosen data set holds; images in files are not decoded.
+
+    ``complete`` refuses data of which image files are missing.
+    """
+    source = datasets[settings.data.common.name](settings.data.own)
+    if not isinstance(source, FileSource):
+        return _contents_of(source.load())
+    content = source.annotations()
+    if complete:
+        source.refuse_missing(content)
+    return _contents_of_files(source, content)
+
+
+def _contents_of(data: DataSet) -> Contents:
+    spec = input_spec(data.train.images, data.features)
+    return Contents(data.classes, spec, data.train, data.test)
+
+
+def _contents_of_files(source: FileSource, content: Content) -> Contents:
+    side = source.config.image_size
+    return Contents(content[0], InputSpec(3, side, side), content[1], content[2])
 
 
 def _load(
@@ -195,48 +242,38 @@ def _load(
     source = datasets[settings.data.common.name](settings.data.own)
     if not isinstance(source, FileSource):
         data = source.load()
-        return data, _draft_of(settings, partition_file, data)
+        return data, draft(settings, _contents_of(data), partition_file)
     content = source.annotations()
     source.refuse_missing(content)
-    classes, train, _ = content
-    input = InputSpec(3, source.config.image_size, source.config.image_size)
-    draft = _draft(settings, partition_file, classes, input, train)
-    _ = draft.blueprint.parameters  # reads the weights, once
+    drafted = draft(settings, _contents_of_files(source, content), partition_file)
+    _ = drafted.blueprint.parameters  # reads the weights, once
     data = source.load(lambda d, n: observe({"event": "decode", "done": d, "total": n}), content)
-    if len(data.train) < len(train):  # images that cannot be read were left out
-        draft = _draft_of(settings, partition_file, data)
-    return data, draft
+    if len(data.train) < len(content[1]):  # images that cannot be read were left out
+        drafted = draft(settings, _contents_of(data), partition_file)
+    return data, drafted
 
 
-def _draft_of(settings: Settings, partition_file: Path | None, data: DataSet) -> Draft:
-    input = input_spec(data.train.images)
-    return _draft(settings, partition_file, data.classes, input, data.train)
-
-
-def input_spec(images: Images) -> InputSpec | FeatureSpec:
-    """What a backbone for these images, or feature vectors, is built for."""
+def input_spec(images: Images, names: tuple[str, ...] = ()) -> InputSpec | FeatureSpec:
+    """What a backbone for these images, or feature vectors (with names), is built for."""
     if len(images.shape) == 1:
-        return FeatureSpec(*moments(images))
+        return FeatureSpec(*moments(images), names)
     return InputSpec(*images.shape)
 
 
-def _draft(
-    settings: Settings,
-    partition_file: Path | None,
-    classes: tuple[str, ...],
-    input: InputSpec | FeatureSpec,
-    train: Labelled,
-) -> Draft:
+def draft(settings: Settings, data: Contents, partition_file: Path | None = None) -> Draft:
     """Split the training images, and make everything that needs no pixels."""
-    split, central = settings.split.common, settings.federation.central
+    split, central, train = settings.split.common, settings.federation.central, data.train
     partition = draw_partition(settings, train.labels, train.users, partition_file)
-    clients, held_out = dict(enumerate(partition.indices)), None
+    clients, held_out, chosen = dict(enumerate(partition.indices)), None, None
     if split.holdout > 0:
-        clients, held_out = hold_out(partition, split.holdout)
+        clients, held_out = hold_out(clients, split.holdout, partition.seed, "holdout")
+    if settings.run.thresholds > 0:
+        share = settings.run.thresholds
+        clients, chosen = hold_out(clients, share, partition.seed, "thresholds")
     sizes = {k: len(index) for k, index in clients.items()}
     unknown = train.known is not None or (split.annotated < 1 and not central)
-    facts = Facts(classes, input, sizes, unknown)
-    return Draft(partition, clients, held_out, blueprint(settings, facts))
+    facts = Facts(data.classes, data.input, sizes, unknown)
+    return Draft(partition, clients, held_out, chosen, blueprint(settings, facts))
 
 
 def draw_partition(
@@ -272,22 +309,24 @@ def as_annotated(train: LabelledImages, partition: Partition, settings: Settings
     return replace(train, known=known if train.known is None else known & train.known)
 
 
-def hold_out(partition: Partition, share: float) -> tuple[dict[int, Index], Index]:
+def hold_out(
+    clients: Mapping[int, Index], share: float, seed: int, purpose: str
+) -> tuple[dict[int, Index], Index]:
     """What each client keeps, and what is held out of all of them; one image stays at least.
 
     Drawn with the split's own seed: the same for every method and run seed.
     """
     kept, held = {}, []
-    for client, own in enumerate(partition.indices):
-        order = numpy_rng(partition.seed, "holdout", client=client).permutation(own)
+    for client, own in clients.items():
+        order = numpy_rng(seed, purpose, client=client).permutation(own)
         cut = min(round(share * len(own)), len(own) - 1)
         kept[client] = np.sort(order[cut:])
         held.append(order[:cut])
     pool = np.sort(np.concatenate(held))
     if not len(pool):
         raise ConfigError(
-            f"split.holdout = {share:g} holds out no image at all: every client is too small. Use "
-            "fewer clients or a larger share."
+            f"A share of {share:g} (split.holdout, run.thresholds) holds out no image at all: "
+            "every client is too small. Use fewer clients or a larger share."
         )
     return kept, pool
 

@@ -48,7 +48,7 @@ class Planned:
 
 
 def names_of(labels: Sequence[str]) -> list[str]:
-    """Methods as asked for, each once; ``all`` stands for every one, ``all:plus`` for their presets.
+    """Methods as asked for, each once; ``all`` is every one, ``all:plus`` all with this preset.
 
     >>> names_of(["fedavg", "fedavg:plus", "fedavg"])
     ['fedavg', 'fedavg:plus']
@@ -102,13 +102,13 @@ def refuse_reference(against: str, labels: Collection[str]) -> None:
         raise ConfigError(f"--against {against}: there is no other method to compare with it.")
 
 
-def rehearse(runs: Sequence[Planned], observe: Observer) -> DataSet:
+def rehearse(runs: Sequence[Planned], observe: Observer, data: DataSet | None = None) -> DataSet:
     """Build what every run is made of, and hold it against the runs that are there already.
 
     Whatever cannot work (a head that a method needs, data that changed since a run was made) is
-    refused here, before the first run starts. Returns the data, which all runs share.
+    refused here, before the first run starts. Returns the data, which all runs share; ``data``
+    saves loading them.
     """
-    data: DataSet | None = None
     built: dict[str, Binding] = {}
     for run in runs:
         refuse_missing(run.settings.run.track)

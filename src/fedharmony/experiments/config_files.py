@@ -18,7 +18,7 @@ from pathlib import Path
 from typing import Literal, get_args, get_origin, get_type_hints
 
 import fedharmony
-from fedharmony.config import to_toml
+from fedharmony.config import in_toml
 from fedharmony.methods.base import Method, methods
 
 WIDTH = 100
@@ -72,7 +72,7 @@ def _options(hint: object) -> tuple[object, ...]:
 
 
 def descriptions(config: type[object]) -> dict[str, str]:
-    """What a settings dataclass says of each attribute under ``Attributes:`` in its docstring.
+    """What a settings dataclass, and those it is made from, say under ``Attributes:``.
 
     >>> class Config:
     ...     '''Settings.
@@ -85,10 +85,13 @@ def descriptions(config: type[object]) -> dict[str, str]:
     >>> descriptions(Config)
     {'mu': 'weight of the pull, at least 0.', 'kind': '"a" or "b".'}
     """
-    _, _, listed = (inspect.getdoc(config) or "").partition("Attributes:\n")
-    listed = re.split(r"\n(?=\S)", "\n" + listed)[0]  # what follows the list is not indented
-    entries = re.findall(r"^    (\w+): (.*(?:\n {6,}.*)*)", listed, re.MULTILINE)
-    return {name: " ".join(text.replace("``", "").split()) for name, text in entries}
+    found: dict[str, str] = {}
+    for cls in reversed(config.__mro__):  # what is inherited comes first, as with the fields
+        _, _, listed = inspect.cleandoc(cls.__doc__ or "").partition("Attributes:\n")
+        listed = re.split(r"\n(?=\S)", "\n" + listed)[0]  # what follows the list is not indented
+        entries = re.findall(r"^    (\w+): (.*(?:\n {6,}.*)*)", listed, re.MULTILINE)
+        found |= {name: " ".join(text.replace("``", "").split()) for name, text in entries}
+    return found
 
 
 def _comment(text: str) -> list[str]:
@@ -96,9 +99,7 @@ def _comment(text: str) -> list[str]:
 
 
 def _setting(name: str, value: object) -> str:
-    if isinstance(value, list):  # on one line
-        return f"{name} = [{', '.join(_setting('x', v).removeprefix('x = ') for v in value)}]"
-    return to_toml({name: value}).strip()
+    return f"{name} = {in_toml(value)}"
 
 
 def write(folder: Path) -> None:

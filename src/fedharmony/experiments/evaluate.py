@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
-from dataclasses import asdict, dataclass
+from dataclasses import asdict, dataclass, replace
 from typing import Any
 
 import numpy as np
@@ -16,18 +16,20 @@ from fedharmony.engine.checkpoint import digest
 from fedharmony.engine.federation import Event
 from fedharmony.experiments.build import Assembly
 from fedharmony.experiments.folder import jsonable
+from fedharmony.experiments.scorer import Scorer
 from fedharmony.metrics import (
     ClientsResult,
     MultiLabelResult,
     ScoreStore,
     StructureResult,
+    best_thresholds,
     evaluate_clients,
     structure_metrics,
     trivial_baselines,
 )
 from fedharmony.metrics import evaluate as metrics_of
 from fedharmony.partition.report import label_shares, paired_labels
-from fedharmony.types import BUFFERS, FROZEN, PARAMS, Index, Record, Tensors
+from fedharmony.types import BUFFERS, PARAMS, Index, Record, Tensors
 
 Results = dict[str, Any]
 EVAL_BATCH = 256
@@ -60,24 +62,22 @@ class Evaluation:
         }
 
 
-@torch.no_grad()
+def score(assembly: Assembly, state: Record, part: LabelledImages) -> ScoreStore:
+    """What the (averaged) global model says of images."""
+    plan, store = assembly.blueprint, ScoreStore()
+    scorer = Scorer(plan.model, plan.method, plan.average.shown(state))
+    for start in range(0, len(part), EVAL_BATCH):
+        rows = slice(start, start + EVAL_BATCH)
+        images = part.images.gather(torch.arange(len(part))[rows], assembly.device)
+        known = None if part.known is None else part.known[rows]
+        store.add(scorer(images), part.labels[rows], known)
+    return store
+
+
 def evaluate(assembly: Assembly, state: Record, by_user: bool = False) -> Evaluation:
     """Evaluate the (averaged) global model on the pooled test set; on request user by user too."""
-    model, method = assembly.blueprint.model, assembly.blueprint.method
-    state = assembly.blueprint.average.shown(state)
-    store, test, options = ScoreStore(), assembly.data.test, assembly.settings.metrics
-    groups, message = (PARAMS, FROZEN, BUFFERS), method.evaluation(state)
-    # In one memory order, whether the state comes from clients or from a file: products of
-    # transposed matrices have other last bits.
-    params = {n: t.contiguous().unsqueeze(0) for g in groups for n, t in state.get(g).items()}
-    for start in range(0, len(test), EVAL_BATCH):
-        rows = slice(start, start + EVAL_BATCH)
-        images = test.images.gather(torch.arange(len(test))[rows], assembly.device)
-        inputs = method.normalise(images, message, {})
-        outputs = model.apply(params, inputs.unsqueeze(0))[0]
-        known = None if test.known is None else test.known[rows]
-        store.add(method.predict(outputs.float(), state), test.labels[rows], known)
-    every, targets, known = store.arrays()
+    test, options = assembly.data.test, assembly.settings.metrics
+    every, targets, known = score(assembly, state, test).arrays()
     scores, metrics, users = every, metrics_of(every, targets, options, known), None
     if by_user and (parts := owners(test)) is not None:
         users = evaluate_clients(scores, targets, parts, options, known)
@@ -89,6 +89,29 @@ def evaluate(assembly: Assembly, state: Record, by_user: bool = False) -> Evalua
     return Evaluation(every, metrics, structure, users)
 
 
+def thresholds(assembly: Assembly, state: Record, evaluation: Evaluation) -> Results | None:
+    """Each label's best threshold on the images held out for that, and what they are worth.
+
+    None where no images were held out. The metrics are those of the test set that depend on a
+    threshold.
+    """
+    part = assembly.for_thresholds
+    if part is None:
+        return None
+    options, test = assembly.settings.metrics, assembly.data.test
+    scores, targets, known = score(assembly, state, part).arrays()
+    best = best_thresholds(scores, targets, options.threshold, known)
+    predicted = (evaluation.scores >= best).astype(np.float32)
+    found = metrics_of(predicted, test.labels, replace(options, threshold=0.5), test.known)
+    ranks = ("mAP", "O-mAP")  # of scores, which thresholds do not change
+    return {
+        "images": len(part),
+        "per_label": best,
+        "positives": _positives(part),
+        "metrics": {name: v for name, v in found.as_dict().items() if name not in ranks},
+    }
+
+
 def owners(test: LabelledImages) -> list[Index] | None:
     """The test images of each user; None without users, or with too many to look at one by one."""
     if test.users is None:
@@ -98,6 +121,22 @@ def owners(test: LabelledImages) -> list[Index] | None:
         return None
     order = np.argsort(user, kind="stable")
     return np.split(order, np.cumsum(np.bincount(user))[:-1])
+
+
+def per_user(test: LabelledImages, found: ClientsResult) -> Results:
+    """The metrics of each test user by itself, and their mean.
+
+    Each user's number is O-mAP, which is defined for everybody with a positive label.
+    """
+    names = np.unique(np.asarray(test.users)).tolist()
+    return {
+        "users": len(names),
+        "mean": found.mean,
+        "each": [
+            {"user": str(name), "images": result.n_images, "O-mAP": result.o_map}
+            for name, result in zip(names, found.per_client, strict=True)
+        ],
+    }
 
 
 def matrices(assembly: Assembly, state: Record, structure: StructureResult) -> Tensors:
@@ -176,9 +215,7 @@ def summarise(
         "rounds_done": settings.run.rounds,
         "metrics": found.as_dict(),
         "structure": evaluation.structure_numbers(),
-        "per_user": None
-        if evaluation.users is None
-        else {"users": len(evaluation.users.per_client), "mean": evaluation.users.mean},
+        "per_user": None if evaluation.users is None else per_user(data.test, evaluation.users),
         "per_label": [
             {"label": name, "ap": ap, "precision": p, "recall": r, "positives": int(n)}
             for name, ap, p, r, n in zip(
@@ -190,6 +227,7 @@ def summarise(
                 strict=True,
             )
         ],
+        "thresholds": thresholds(assembly, state, evaluation),
         "baselines": {name: result.as_dict() for name, result in trivial.items()},
         "n_classes_with_positives": found.n_classes_with_positives,
         "n_classes_never_predicted": found.n_classes_never_predicted,

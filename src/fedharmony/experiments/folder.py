@@ -288,6 +288,15 @@ class RunFolder:
         write_file(self[name], safetensors.torch.save(content))
 
 
+def unused(folder: Path) -> Path:
+    """``folder``, or ``folder-2``, … if it is taken."""
+    number, free = 1, folder
+    while free.exists():
+        number += 1
+        free = folder.with_name(f"{folder.name}-{number}")
+    return free
+
+
 def folder_name(label: str) -> str:
     """The folder of a method, by its display name; a name that leads elsewhere is refused.
 

@@ -7,6 +7,7 @@ out is a commented TOML file, checked as ``run`` would check it.
 from __future__ import annotations
 
 import io
+import math
 import statistics
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
@@ -17,8 +18,9 @@ import numpy as np
 import torch
 from PIL import Image
 
-from fedharmony.config import build, to_toml
-from fedharmony.data.cache import FORMATS
+from fedharmony.config import build, in_toml
+from fedharmony.data.base import DataSet
+from fedharmony.data.cache import FORMATS, IMAGE_ENDINGS
 from fedharmony.data.check import Part, wrong_separator
 from fedharmony.data.features import FORMS, ID_COLUMNS, Features
 from fedharmony.data.file_source import AnnotatedFiles
@@ -44,7 +46,6 @@ from fedharmony.models.hub import cached
 from fedharmony.reading import is_folder, is_there, read_regular
 from fedharmony.rng import torch_rng
 
-IMAGE_ENDINGS = (".jpg", ".jpeg", ".png", ".webp", ".bmp", ".tif", ".tiff", ".gif", ".ppm")
 LABEL_COLUMNS = ("labels", "label", "tags", "classes")
 #: Models with pre-trained weights, smallest first.
 PRETRAINED = {
@@ -62,6 +63,8 @@ SAMPLE = 32
 EPOCHS, BATCH = 5, 16
 #: Rounds that a run has at least and at most, and the seconds it should take on a CPU.
 FEWEST, MOST, BUDGET = 5, 50, 1800.0
+#: Rounds of a run on arrays, and patches that its images are cut into at most.
+ROUNDS, PATCHES = 20, 64
 #: Clients of a split that is drawn: at most so many, with at least so many samples on average; and
 #: how many of them take part in a round.
 CLIENTS, PER_CLIENT, COHORT = 50, 30, 20
@@ -269,6 +272,38 @@ def _trailing(names: Sequence[str], wanted: set[str]) -> list[str]:
     return list(names[first:])
 
 
+# Arrays -------------------------------------------------------------------------------------------
+
+
+def fitting(data: DataSet) -> Mapping[str, Any]:
+    """Settings for data in memory.
+
+    They are the same on every machine: nothing is timed, and no pre-trained weights are looked for.
+    """
+    shape = data.train.images.shape
+    if len(shape) == 1:
+        model = [Line("name", "mlp"), Line("hidden", [256])]
+    else:
+        sizes = (Line("width", 64), Line("depth", 2), Line("heads", 4))
+        model = [Line("name", "vit"), *sizes, Line("patch", _patch(*shape[1:]))]
+    draft = _draft([Line("name", data.name)], data.train, model, 1e-3, pretrained=True)
+    if data.train.users is not None:
+        draft["split"].append(Line("max_images", len(data.train)))
+    draft["run"].append(Line("rounds", ROUNDS))
+    return _tree(draft)
+
+
+def _patch(height: int, width: int) -> int:
+    """The side of the patches that images are cut into: the smallest that gives 64 or fewer.
+
+    >>> _patch(32, 32), _patch(64, 64), _patch(28, 28), _patch(37, 37), _patch(480, 640)
+    (4, 8, 4, 37, 80)
+    """
+    both = math.gcd(height, width)
+    sides = [side for side in range(4, both + 1) if both % side == 0]
+    return next((side for side in sides if height * width <= PATCHES * side**2), both)
+
+
 # The file -----------------------------------------------------------------------------------------
 
 
@@ -334,10 +369,9 @@ def _proposal(
 
 def _seconds(settings: Settings, spec: InputSpec | FeatureSpec, classes: int) -> float:
     """Seconds to train on one image, measured."""
-    backbone = make_backbone(settings, spec)
+    backbone = make_backbone(settings, settings.model.own, spec)
     model = Model(backbone, LinearHead(backbone.width, classes))
-    shape = (spec.width,) if isinstance(spec, FeatureSpec) else (3, spec.height, spec.width)
-    return seconds_per_image(model, model.init(torch_rng(0, "model")), shape, BATCH)
+    return seconds_per_image(model, model.init(torch_rng(0, "model")), spec.shape, BATCH)
 
 
 def _tree(draft: Draft) -> Mapping[str, Any]:
@@ -354,17 +388,10 @@ def _section(name: str, lines: Sequence[Line]) -> str:
     clients = 5  # few
     """
     rows = [
-        f"{line.key} = {_value(line.value)}" + (f"  # {line.why}" if line.why else "")
+        f"{line.key} = {in_toml(line.value)}" + (f"  # {line.why}" if line.why else "")
         for line in lines
     ]
     return "\n".join(["", f"[{name}]", *rows, ""])
-
-
-def _value(value: Any) -> str:
-    """A value as TOML, on one line."""
-    if isinstance(value, list):
-        return f"[{', '.join(map(_value, value))}]"
-    return to_toml({"k": value}).partition("=")[2].strip()
 
 
 def refuse_overwriting(out: Path, force: bool) -> None:

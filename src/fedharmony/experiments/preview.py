@@ -4,9 +4,7 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 
-from fedharmony.data.base import datasets
-from fedharmony.data.file_source import FileSource
-from fedharmony.experiments.build import draw_partition
+from fedharmony.experiments.build import contents, draw_partition
 from fedharmony.experiments.settings import Settings
 from fedharmony.partition.base import Partition
 from fedharmony.partition.report import SplitReport, split_report
@@ -32,14 +30,9 @@ class Preview:
 
 def preview(settings: Settings) -> Preview:
     """The split that a run with these settings would use."""
-    source = datasets[settings.data.common.name](settings.data.own)
-    if isinstance(source, FileSource):
-        classes, train, _ = source.annotations()
-        labels, users = train.labels, train.users
-    else:
-        data = source.load()
-        classes, labels, users = data.classes, data.train.labels, data.train.users
-    partition = draw_partition(settings, labels, users)
+    data = contents(settings)
+    labels = data.train.labels
+    partition = draw_partition(settings, labels, data.train.users)
     return Preview(
-        classes, labels, partition, split_report(labels, partition, settings.split.common.seed)
+        data.classes, labels, partition, split_report(labels, partition, settings.split.common.seed)
     )

@@ -15,16 +15,18 @@ from fedharmony.data.base import DataSet
 from fedharmony.engine.federation import Event
 from fedharmony.engine.memory import SEALS, ClientMemory
 from fedharmony.errors import CheckpointError, FedHarmonyError, Stopped
+from fedharmony.experiments import trained
 from fedharmony.experiments.build import Assembly, Observer, assemble
 from fedharmony.experiments.evaluate import Evaluation, Results, evaluate, matrices, summarise
 from fedharmony.experiments.folder import EventLog, RunFolder, Saved, environment
 from fedharmony.experiments.machine import switch_torch, with_threads
 from fedharmony.experiments.outlook import outlook
-from fedharmony.experiments.scores import save_scores, scores_of
+from fedharmony.experiments.scores import save_examples, save_scores, scores_of
 from fedharmony.experiments.settings import Settings
 from fedharmony.experiments.trackers.base import Subject, Tracking, refuse_missing
 from fedharmony.files import refuse_if_held
 from fedharmony.partition.report import split_report
+from fedharmony.terminal import warn_once
 from fedharmony.transport.processes import crew
 from fedharmony.types import Record
 
@@ -120,6 +122,7 @@ def _first_round(
     if crew().leads:
         folder.write_json("environment.json", environment(assembly.device))
         folder.write_json("binding.json", assembly.bound)
+        folder.write_json(trained.FILE, trained.describe(assembly.blueprint))
         assembly.partition.save(folder["partition.json"])
         labels, seed = assembly.data.train.labels, settings.split.common.seed
         report = split_report(labels, assembly.partition, seed)
@@ -171,9 +174,7 @@ def _rounds(assembly: Assembly, folder: RunFolder, saved: Saved, observe: Observ
     record(start_event(assembly, first))
     if crew().leads:
         for warning in outlook(assembly, first):
-            logger.warning(warning)
-    for warning in outlook(assembly, first):
-        logger.warning(warning)
+            warn_once(warning)
     state = saved.state.to(assembly.device)
     try:
         if first:  # a checkpoint is written before its round is evaluated
@@ -198,6 +199,7 @@ def _rounds(assembly: Assembly, folder: RunFolder, saved: Saved, observe: Observ
     folder.save_tensors("matrices.safetensors", found)
     scores = scores_of(evaluation.scores, assembly.data.test, assembly.data.classes)
     save_scores(folder.path, scores, settings.run.scores)
+    save_examples(folder.path, assembly.data.test, settings.run.examples)
     record({"event": "finish", "status": "completed", "seconds": time.perf_counter() - began})
     results = summarise(assembly, state, evaluation, folder.read_events())
     memory.forget()  # no round is left that could ask for it

@@ -1,4 +1,4 @@
-"""Scores of the test images, kept beside a run's results: one file, ``scores.safetensors``.
+"""Scores of the test images, and some of the images, kept beside a run's results.
 
 Half precision is kept: 2 bytes a score. Metrics of the file agree with the run's to about a
 thousandth, since close scores may become equal.
@@ -11,10 +11,13 @@ import logging
 from collections.abc import Sequence
 from dataclasses import dataclass
 from pathlib import Path
+from typing import Any
 
 import numpy as np
 import numpy.typing as npt
 import safetensors.numpy
+import torch
+import torch.nn.functional as F
 from safetensors import SafetensorError, safe_open
 
 from fedharmony.data.base import LabelledImages
@@ -25,6 +28,9 @@ from fedharmony.types import Labels
 logger = logging.getLogger(__name__)
 
 FILE = "scores.safetensors"
+EXAMPLES = "examples.safetensors"
+#: Side of an example image in pixels; larger ones are made smaller.
+SIDE = 96
 #: Names of images and users make up at most so many bytes; the format takes 100 MB.
 MOST_NAMES = 50_000_000
 
@@ -82,7 +88,7 @@ def save_scores(folder: Path, scores: Scores, most: int) -> None:
         )
         (folder / FILE).unlink(missing_ok=True)
         return
-    tensors = {"scores": scores.scores, "labels": scores.labels}
+    tensors: dict[str, npt.NDArray[Any]] = {"scores": scores.scores, "labels": scores.labels}
     if scores.known is not None:
         tensors["known"] = scores.known.astype(np.uint8)
     write_file(folder / FILE, safetensors.numpy.save(tensors, header))
@@ -101,13 +107,76 @@ def load_scores(folder: Path) -> Scores:
             f"{folder} has no {FILE}: the run is not finished, was made by an earlier version of "
             "fedharmony, or has more test images than run.scores allows. Run it again."
         )
+    tensors, header = _read(file)
+    try:
+        names = {name: tuple(json.loads(text)) for name, text in header.items()}
+        known = tensors["known"].astype(np.bool_) if "known" in tensors else None
+        return Scores(tensors["scores"], tensors["labels"], known=known, **names)
+    except (KeyError, ValueError, TypeError) as error:
+        raise _damaged(file, error) from error
+
+
+def _read(file: Path) -> tuple[dict[str, npt.NDArray[Any]], dict[str, str]]:
+    """The arrays of a file, and the texts of its header."""
     try:
         with safe_open(file, framework="numpy") as content:
-            tensors = {name: content.get_tensor(name) for name in content.keys()}  # noqa: SIM118
-            header = {name: tuple(json.loads(v)) for name, v in content.metadata().items()}
-        known = tensors["known"].astype(np.bool_) if "known" in tensors else None
-        return Scores(tensors["scores"], tensors["labels"], known=known, **header)
-    except (SafetensorError, OSError, KeyError, ValueError, TypeError, AttributeError) as error:
-        raise CheckpointError(
-            f"{file} is damaged ({error}). Restore it from a backup, or run again."
-        ) from error
+            arrays = {name: content.get_tensor(name) for name in content.keys()}  # noqa: SIM118
+            return arrays, content.metadata() or {}
+    except (SafetensorError, OSError) as error:
+        raise _damaged(file, error) from error
+
+
+def _damaged(file: Path, error: Exception) -> CheckpointError:
+    return CheckpointError(
+        f"{file} is damaged ({error}). Restore it from a backup, or delete it to do without."
+    )
+
+
+# -- example images -------------------------------------------------------------------------------
+
+
+@dataclass(frozen=True, eq=False)
+class Examples:
+    """Some test images, small.
+
+    Attributes:
+        rows: int64 ``(K,)``, which test images they are.
+        pixels: uint8 ``(K, 3, S, S)``.
+    """
+
+    rows: npt.NDArray[np.int64]
+    pixels: npt.NDArray[np.uint8]
+
+    def __post_init__(self) -> None:
+        """Refuse parts that do not fit together."""
+        if self.pixels.ndim != 4 or self.rows.shape != self.pixels.shape[:1]:
+            raise ValueError(f"it has {self.rows.shape} numbers of images {self.pixels.shape}")
+
+
+def save_examples(folder: Path, test: LabelledImages, count: int) -> None:
+    """Keep ``count`` test images with labels, at equal distances; of feature vectors none."""
+    present = test.labels if test.known is None else test.labels * test.known
+    labelled = np.flatnonzero(present.any(axis=1))
+    if len(test.images.shape) != 3 or test.images.shape[0] != 3 or not count or not len(labelled):
+        return
+    places = np.linspace(0, len(labelled) - 1, min(count, len(labelled))).round().astype(np.int64)
+    rows = labelled[places]
+    images = test.images.gather(torch.from_numpy(rows), "cpu")
+    if max(images.shape[2:]) > SIDE:
+        size = [round(SIDE * n / max(images.shape[2:])) for n in images.shape[2:]]
+        shrunk = F.interpolate(images.float(), size, mode="bilinear", antialias=True)
+        images = shrunk.round().clamp(0, 255).to(torch.uint8)
+    tensors = {"rows": rows, "pixels": np.ascontiguousarray(images.numpy())}
+    write_file(folder / EXAMPLES, safetensors.numpy.save(tensors))
+
+
+def load_examples(folder: Path) -> Examples | None:
+    """The images that a run kept; None where it kept none."""
+    file = folder / EXAMPLES
+    if not file.is_file():
+        return None
+    arrays, _ = _read(file)
+    try:
+        return Examples(arrays["rows"], arrays["pixels"])
+    except (KeyError, ValueError) as error:
+        raise _damaged(file, error) from error

@@ -31,16 +31,17 @@ from typing import Annotated, Any, Generic, Literal, Protocol, TypeAlias, TypeVa
 from annotated_types import Ge, Gt, Le, Lt
 from pydantic import AfterValidator
 
-import fedharmony
 from fedharmony.config import (
     FilePath,
     Tree,
     build,
+    built_in_configs,
     flat,
     keys,
     merge,
     nested,
     override,
+    parse_override,
     read_toml,
     tree_of,
 )
@@ -87,6 +88,11 @@ class RunSettings:
         label: shown in tables and figures instead of the method's name.
         plugins: Python files that register further components.
         scores: keep the scores of the test images if they are at most so many (images × labels).
+        examples: keep so many test images, small, to show with their labels in the report; 0 keeps
+            none, for images that must not leave their place.
+        thresholds: share of each client's images that it does not train on, so that each label's
+            threshold can be chosen on them; 0 holds none out, and all labels share
+            ``metrics.threshold``.
         track: programs that show the run as it goes: "tensorboard", "mlflow", "wandb". They work
             offline, in the run's folder.
     """
@@ -98,12 +104,18 @@ class RunSettings:
     label: Label | None = None
     plugins: tuple[str, ...] = ()
     scores: Annotated[int, Ge(0)] = 10_000_000
+    examples: Annotated[int, Ge(0), Le(1000)] = 64
+    thresholds: Annotated[float, Ge(0), Lt(1)] = 0.0
     track: tuple[str, ...] = ()
 
 
 @dataclass(frozen=True)
 class DataSettings:
-    """The data set; its own settings stand beside ``name``."""
+    """The data set; its own settings stand beside this one.
+
+    Attributes:
+        name: the data set.
+    """
 
     name: str = "digits"
 
@@ -530,26 +542,61 @@ def _check_grid(name: str, grid: Mapping[str, Any], common: Mapping[str, Any]) -
             _check_method(name, nested({key: value}), common, "tune")
 
 
+@dataclass(frozen=True)
+class Layer:
+    """Settings from one place; they come on top of the layers before.
+
+    Attributes:
+        name: the place, for people.
+        tree: what is set.
+        removed: dotted names that are taken away from the layers before.
+    """
+
+    name: str
+    tree: Tree
+    removed: tuple[str, ...] = ()
+
+
 def load_settings(source: str | Path, changes: Sequence[str] = ()) -> Settings:
     """Settings from a TOML file, or from a built-in one by its name (``demo``).
-
-    Settings come in layers: the file, further files in their order, and the changes together.
-    Where a layer chooses another data set, splitter or model than the layers below, what those said
-    about their own goes; what all components of the section share stays. A layer that names a
-    splitter wants it drawn: a partition file of the layers below goes, too.
 
     Args:
         source: the file, or the name.
         changes: ``section.key=value``, or further files (or names), whose settings come on top.
     """
-    tree = _read(source)
-    for file in filter(_is_file, changes):
-        top = _read(file)
-        tree = merge(_without_others(tree, top, merge(tree, top), file), top)
+    return compose(combine(layers_of(source, changes))[0])
+
+
+def layers_of(source: str | Path, changes: Sequence[str] = ()) -> list[Layer]:
+    """The layers of a command: the file, further files in their order, and the changes together."""
+    files = [source, *filter(_is_file, changes)]
     assignments = [change for change in changes if not _is_file(change)]
-    top, result = override({}, assignments), override(tree, assignments)
-    below = _without_others(tree, top, result, "the command line")
-    return compose(override(below, assignments))
+    parsed = [parse_override(text) for text in assignments]
+    removed = tuple(".".join(path) for path, value in parsed if value == "")
+    top = Layer("the command line", override({}, assignments), removed)
+    return [*(Layer(str(file), _read(file)) for file in files), top]
+
+
+def combine(layers: Sequence[Layer]) -> tuple[Tree, dict[str, str]]:
+    """All layers as one tree, and the layer that each value comes from, by its dotted name.
+
+    Where a layer chooses another data set, splitter or model than the layers before, what those
+    said about their own goes; what all components of the section share stays. A layer that names a
+    splitter wants it drawn: a partition file of the layers before goes, too.
+    """
+    tree: Tree = {}
+    origins: dict[str, str] = {}
+    for layer in layers:
+        result = merge(_without(tree, layer.removed), layer.tree)
+        tree = _without_others(tree, layer.tree, result, layer.name)
+        tree = merge(_without(tree, layer.removed), layer.tree)
+        origins |= dict.fromkeys(flat(layer.tree), layer.name)
+    return tree, {name: origins[name] for name in flat(tree)}
+
+
+def _without(tree: Tree, names: Sequence[str]) -> Tree:
+    """The tree without settings, or whole sections, of dotted names."""
+    return override(tree, [f"{name}=" for name in names])
 
 
 def _without_others(below: Tree, top: Tree, result: Tree, layer: str) -> Tree:
@@ -601,10 +648,3 @@ def _read(source: str | Path) -> Tree:
         # from any folder.
         run["plugins"] = [str((path.parent / str(p)).resolve()) for p in run["plugins"]]
     return tree
-
-
-def built_in_configs() -> dict[str, Path]:
-    """Config files that come with the package, by name (``demo``, ``methods/fedprox``)."""
-    folder = Path(fedharmony.__file__).parent / "configs"
-    files = sorted(folder.rglob("*.toml"), key=lambda p: (len(p.parts), p))
-    return {path.relative_to(folder).with_suffix("").as_posix(): path for path in files}

@@ -137,13 +137,20 @@ class Search:
                     for value in values:
                         yield self.trial(method, lr, {setting: value})
 
+    def count(self, method: str) -> int:
+        """The number of trials of a method; a value that is the default anyway is none."""
+        changes = [
+            value
+            for setting, values in self.grid(method).items()
+            for value in values
+            if value != self._default(method, setting)
+        ]
+        return len(self.rates()) + len(changes)
+
     @property
     def size(self) -> int:
-        """The number of trials, at most."""
-        return sum(
-            len(self.rates()) + sum(len(values) for values in self.grid(name).values())
-            for name in self.methods
-        )
+        """The number of all trials."""
+        return sum(map(self.count, self.methods))
 
     # -- the search --------------------------------------------------------------------------------
 

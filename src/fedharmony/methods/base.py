@@ -260,6 +260,11 @@ class Method:
         """Added to the name wherever results are shown, for settings that change what it means."""
         return ""
 
+    @property
+    def remark(self) -> str:
+        """What should be known of the method's settings before a run begins; mostly nothing."""
+        return ""
+
     # -- model ------------------------------------------------------------------------------------
 
     def head(self, width: int) -> Head:
@@ -371,6 +376,13 @@ class Method:
     def evaluation(self, state: Record) -> Groups:
         """The message that ``normalise`` sees when the global model is evaluated."""
         return {}
+
+    def normalisation(self, state: Record) -> tuple[Sequence[float], Sequence[float]]:
+        """Mean and standard deviation by which ``normalise`` works outside of training.
+
+        Per channel for images in [0, 1], or per feature; for whoever uses the model elsewhere.
+        """
+        return self.task.mean, self.task.std
 
     def predict(self, outputs: Tensor, state: Record) -> Tensor:
         """Scores in [0, 1] from the model's outputs."""

@@ -201,7 +201,7 @@ class FedHarmony(Method):
         client_clusters: bool = False
         horizon: Annotated[float, Gt(0)] | None = None
         temperature: Annotated[float, Ge(0)] | Literal["adaptive", "bounded"] = "bounded"
-        min_effective: Annotated[float, Gt(0), Le(1)] = 0.97
+        min_effective: Annotated[float, Gt(0), Le(1)] = 0.99
         quality_min_examples: Annotated[int, Ge(0)] = 10
 
         def __post_init__(self) -> None:
@@ -246,7 +246,7 @@ class FedHarmony(Method):
         "a": {"quality": False, "blocks": False},
         "ab": {"blocks": False},
         # The alignment that does not make scores timid, and what helps every method.
-        "plus": {"normaliser": "pearson", "shrinkage": 0.03, **INGREDIENTS},
+        "plus": {"normaliser": "pearson", "shrinkage": 0.03, "align_weight": 0.2, **INGREDIENTS},
     }
     search: ClassVar[Mapping[str, Sequence[Any]]] = {"align_weight": (0.3, 1.0, 3.0, 10.0)}
 

@@ -39,6 +39,12 @@ from fedharmony.models.label_text import load_label_text
 from fedharmony.models.label_transformer import UNKNOWN, LabelTransformer
 from fedharmony.types import Tensors
 
+RANDOM_TEXT = (
+    "FedLGT has no text embeddings of the labels (methods.fedlgt.text), so it describes them by "
+    "random vectors, and its results are shown as fedlgt-randtext. docs/methods/fedlgt.md says how "
+    "to make the file."
+)
+
 
 @methods.register("fedlgt")
 class FedLGT(Method):
@@ -96,6 +102,11 @@ class FedLGT(Method):
         """Without text embeddings it is not the method of the paper."""
         assert isinstance(config, cls.Config)
         return "" if config.text else "-randtext"
+
+    @property
+    def remark(self) -> str:
+        """What the name means that results have without text embeddings."""
+        return "" if self.config.text else RANDOM_TEXT
 
     def head(self, width: int) -> LabelTransformer:
         """The label transformer, with its frozen tables."""

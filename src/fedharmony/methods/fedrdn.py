@@ -214,6 +214,19 @@ class FedRDN(Method):
             }
         }
 
+    def normalisation(self, state: Record) -> tuple[Sequence[float], Sequence[float]]:
+        """The pooled statistics; those of features come on top of the model's own."""
+        if not (message := self.evaluation(state)):
+            return super().normalisation(state)
+        found = message[STATISTICS]
+        mean, std = (found[name].double().cpu() for name in ("pooled_mean", "pooled_std"))
+        if not self.task.pixels:
+            own_mean, own_std = (
+                torch.tensor(own, dtype=torch.float64) for own in (self.task.mean, self.task.std)
+            )
+            mean, std = own_mean + own_std * mean, own_std * std
+        return mean.tolist(), std.tolist()
+
     def draw(self, generator: torch.Generator, images: int) -> Tensors:
         """Numbers in [0, 1) that choose whose mean and whose standard deviation an image gets."""
         if self.config.draw == "image_pair":

@@ -13,6 +13,7 @@ from fedharmony.metrics.multilabel import (
     trivial_baselines,
 )
 from fedharmony.metrics.structure import StructureResult, structure_metrics
+from fedharmony.metrics.thresholds import best_thresholds
 
 __all__ = [
     "METRIC_NAMES",
@@ -22,6 +23,7 @@ __all__ = [
     "ScoreStore",
     "StructureResult",
     "average_precision",
+    "best_thresholds",
     "evaluate",
     "evaluate_clients",
     "per_label_average_precision",

@@ -47,6 +47,26 @@ _ENTRIES_AT_ONCE = 1 << 22  # bounds every temporary that is wider than the scor
 class MetricOptions:
     """Which convention each metric follows. The defaults are those of the published tables.
 
+    Attributes:
+        ap_ties: equal scores in average precision: ``"grouped"`` makes them one threshold
+            (scikit-learn), so the order of the images cannot matter; ``"stable"`` keeps their order
+            in the input, as code that sorts and then walks down the list does (ML-GCN, ASL).
+        ap_bins: none is exact average precision. A number, usually 200: scores are first rounded up
+            to that many equidistant thresholds on [0, 1] (the FLAIR benchmarks). Binned and exact
+            values differ by several points for under-confident models.
+        empty_class: what a label without positives adds to mAP: nothing (``"skip"``), a ``"zero"``,
+            or it makes mAP undefined (``"nan"``).
+        cr_over: CP and CR (and mean-of-F1) average over ``"all"`` labels, or over those with
+            positives only (``"present"``).
+        op_mode: ``"mlgcn"`` adds one to the denominator of OP for every label that is never
+            predicted; ``"exact"`` does not.
+        f1_mode: CF1 as the harmonic mean of CP and CR (``"of_means"``), or as the mean of the
+            labels' own F1 (``"mean_of_f1"``; ASL, macro F1 of scikit-learn). OF1 is the harmonic
+            mean of OP and OR in both.
+        threshold: a label is predicted where its score is at least this.
+        topk: with a number k, a label must also be among the image's k highest scores (equal
+            scores: the lower label index first). Ranking metrics do not change.
+
     >>> MetricOptions().threshold
     0.5
     >>> MetricOptions(op_mode="mlgc")
@@ -55,34 +75,13 @@ class MetricOptions:
     """
 
     ap_ties: Ties = "grouped"
-    """Equal scores in average precision: ``grouped`` makes them one threshold (scikit-learn), so
-    the order of the images cannot matter; ``stable`` keeps their order in the input, as code that
-    sorts and then walks down the list does (ML-GCN, ASL)."""
-
     ap_bins: int | None = None
-    """``None``: exact average precision. A number, usually 200: scores are first rounded up to
-    that many equidistant thresholds on [0, 1] (the FLAIR benchmarks). Binned and exact values
-    differ by several points for under-confident models."""
-
     empty_class: Literal["skip", "zero", "nan"] = "skip"
-    """What a label without positives adds to mAP: nothing, a zero, or it makes mAP undefined."""
-
     cr_over: Literal["all", "present"] = "all"
-    """CP and CR (and mean-of-F1) average over all labels, or over those with positives only."""
-
     op_mode: Literal["exact", "mlgcn"] = "exact"
-    """``mlgcn`` adds one to the denominator of OP for every label that is never predicted."""
-
     f1_mode: Literal["of_means", "mean_of_f1"] = "of_means"
-    """CF1 as the harmonic mean of CP and CR, or as the mean of the labels' own F1 (ASL, macro F1 of
-    scikit-learn). OF1 is the harmonic mean of OP and OR in both."""
-
     threshold: float = 0.5
-    """A label is predicted where its score is at least this."""
-
     topk: int | None = None
-    """With a number ``k``, a label must also be among the image's ``k`` highest scores (equal
-    scores: the lower label index first). Ranking metrics do not change."""
 
     def __post_init__(self) -> None:
         """Refuse values that would silently select another convention."""

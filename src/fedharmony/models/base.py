@@ -47,6 +47,11 @@ class InputSpec:
     height: int
     width: int
 
+    @property
+    def shape(self) -> tuple[int, ...]:
+        """Of one image."""
+        return self.channels, self.height, self.width
+
     def __str__(self) -> str:
         """In words.
 
@@ -63,17 +68,24 @@ class FeatureSpec:
     Attributes:
         mean: per feature, its mean in the training data.
         std: per feature, its standard deviation there; 1 for a feature that never changes.
+        names: of the features, where they have any.
     """
 
     kind: ClassVar[str] = "feature vectors"
 
     mean: tuple[float, ...]
     std: tuple[float, ...]
+    names: tuple[str, ...] = ()
 
     @property
     def width(self) -> int:
         """The number of features."""
         return len(self.mean)
+
+    @property
+    def shape(self) -> tuple[int, ...]:
+        """Of one vector."""
+        return (self.width,)
 
     def __str__(self) -> str:
         """In words.
@@ -168,6 +180,13 @@ class Backbone(ABC):
     def compiled(self, compile: Callable[[Piece], Piece]) -> Backbone:
         """The same backbone with its parts compiled; itself where it has none to compile."""
         return self
+
+    def as_timm(self) -> tuple[str, dict[str, Any]] | None:
+        """Architecture and arguments with which timm makes the same network, if it can.
+
+        Names of parameters are then timm's, but for ``backbone.`` before them.
+        """
+        return None
 
     def elements(self) -> int:
         """Numbers per image that the layers hand on, which is what compiling saves time on.

@@ -59,7 +59,7 @@ class TimmBackbone(Backbone):
 
     def __init__(self, config: Config, input: InputSpec) -> None:
         self.config, self.input = config, input
-        self.module = _create(config.architecture, input)
+        self.module, self._sized = _create(config.architecture, input)
         for parameter in self.module.parameters():
             parameter.requires_grad_(False)
         self.weights = None if config.weights is None else locate(config.weights)
@@ -100,7 +100,7 @@ class TimmBackbone(Backbone):
         if self.weights is None:
             with torch.random.fork_rng(devices=[]):
                 torch.manual_seed(int(torch.randint(2**31, (), generator=generator)))
-                fresh = _create(self.config.architecture, self.input)
+                fresh, _ = _create(self.config.architecture, self.input)
             return {PREFIX + n: p.detach().clone() for n, p in fresh.named_parameters()}
         return {n: t for n, t in self._file().items() if n in self.shapes()}
 
@@ -111,6 +111,11 @@ class TimmBackbone(Backbone):
     def constants(self) -> Tensors:
         """Whatever else the module keeps beside its parameters, for instance index tables."""
         return {n: t for n, t in self._buffers().items() if n not in self._statistics}
+
+    def as_timm(self) -> tuple[str, dict[str, Any]]:
+        """The architecture; those that are built for one size of images are told it."""
+        size = [self.input.height, self.input.width]
+        return self.config.architecture, {"img_size": size} if self._sized else {}
 
     def training(self) -> TimmBackbone:
         """The same backbone with its batch normalisation in training mode."""
@@ -180,7 +185,8 @@ class _Part(torch.nn.Module):
         return found
 
 
-def _create(architecture: str, input: InputSpec) -> Any:
+def _create(architecture: str, input: InputSpec) -> tuple[Any, bool]:
+    """The module, and whether it is built for one size of images."""
     try:
         import timm
     except ImportError:
@@ -195,13 +201,14 @@ def _create(architecture: str, input: InputSpec) -> Any:
         )
     options: dict[str, Any] = {"num_classes": 0, "pretrained": False, "in_chans": input.channels}
     size = (input.height, input.width)
+    sized = True
     try:
         module = timm.create_model(architecture, img_size=size, **options)
     except TypeError:  # takes images of any size
-        module = timm.create_model(architecture, **options)
+        module, sized = timm.create_model(architecture, **options), False
     for _, layer in _batch_norms(module):
         layer.num_batches_tracked = None  # a counter that nothing reads
-    return module.eval()
+    return module.eval(), sized
 
 
 def _batch_norms(module: torch.nn.Module) -> Iterator[tuple[str, _BatchNorm]]:

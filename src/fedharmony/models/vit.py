@@ -13,7 +13,7 @@ from __future__ import annotations
 from collections.abc import Callable, Mapping
 from copy import copy
 from dataclasses import dataclass
-from typing import Annotated, TypeAlias
+from typing import Annotated, Any, TypeAlias
 
 import torch
 import torch.nn.functional as F
@@ -187,6 +187,18 @@ class ViT(Backbone):
         made._embed, made._block = compile(embed), compile(block)
         made._last_block = compile(last_block)
         return made
+
+    def as_timm(self) -> tuple[str, dict[str, Any]]:
+        """Any vision transformer of timm, with these sizes."""
+        config = self.config
+        return "vit_base_patch16_224", {
+            "img_size": [self.input.height, self.input.width],
+            "patch_size": config.patch,
+            "embed_dim": config.width,
+            "depth": config.depth,
+            "num_heads": config.heads,
+            "mlp_ratio": config.mlp_ratio,
+        }
 
     def elements(self) -> int:
         """Tokens × width × blocks."""

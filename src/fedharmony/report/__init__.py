@@ -8,7 +8,8 @@
   :mod:`fedharmony.report.charts` and :mod:`fedharmony.report.svg`.
 - :mod:`fedharmony.report.progress` follows a run while it happens.
 
-Nothing here computes a result: every number shown was written by the run, or is a mean, spread or
-difference of such numbers. This package imports nothing by itself, so that showing progress loads
-nothing slow.
+Nothing here computes a result: every number shown was written by the run, is a mean, spread or
+difference of such numbers, or is counted from the scores that it kept
+(:mod:`fedharmony.report.measures`). This package imports nothing by itself, so that showing
+progress loads nothing slow.
 """

@@ -25,6 +25,13 @@ from safetensors.numpy import load_file
 from fedharmony.config import read_toml
 from fedharmony.errors import CheckpointError, ConfigError
 from fedharmony.experiments.compare import refuse_reference
+from fedharmony.experiments.scores import (
+    Examples,
+    Scores,
+    has_scores,
+    load_examples,
+    load_scores,
+)
 from fedharmony.reading import (
     is_file,
     is_folder,
@@ -249,6 +256,36 @@ class RunView:
             for row in self.results.get("per_label") or ()
         )
 
+    @cached_property
+    def scores(self) -> Scores | None:
+        """What the final model says of each test image; None where the run kept no scores."""
+        kept = self._results_are_latest and has_scores(self.folder)
+        found = load_scores(self.folder) if kept else None
+        return found if found is not None and found.classes == self.classes else None
+
+    @cached_property
+    def examples(self) -> Examples | None:
+        """Some of the test images, if the run kept any."""
+        found = load_examples(self.folder)
+        if found is None or self.scores is None or found.rows.max() >= len(self.scores.ids):
+            return None
+        return found
+
+    @cached_property
+    def thresholds(self) -> Array:
+        """What the score of each label must reach: chosen by the run, or one for all."""
+        chosen = (self.results.get("thresholds") or {}).get("per_label")
+        one = number((self.results.get("metric_options") or {}).get("threshold", 0.5))
+        values = [one] * len(self.classes) if chosen is None else [number(v) for v in chosen]
+        return np.array(values, np.float64)
+
+    @cached_property
+    def per_user(self) -> dict[str, float]:
+        """O-mAP of each test user for whom it is defined, by name; empty without users."""
+        rows = (self.results.get("per_user") or {}).get("each") or ()
+        values = {str(row.get("user")): number(row.get("O-mAP")) for row in rows}
+        return {user: value for user, value in values.items() if math.isfinite(value)}
+
     def curve(self, group: str, key: str) -> dict[int, float]:
         """A number by round (1-based), from evaluations (``metrics``, ``structure``) or rounds.
 
@@ -336,6 +373,14 @@ class Runs:
         """Metrics of the trivial predictors, from the first run that has them."""
         return next((run.baselines for run in self.runs if run.baselines), {})
 
+    @cached_property
+    def scored(self) -> dict[str, RunView]:
+        """Of each method the first run that kept scores; all of the same test images."""
+        found = {n: next((r for r in g if r.scores), None) for n, g in self.groups.items()}
+        runs = {name: run for name, run in found.items() if run is not None}
+        first = next(iter(runs.values()), None)
+        return {n: r for n, r in runs.items() if first and _same_images(r, first)}
+
     def by_setting(self) -> dict[str, dict[tuple[str, int], RunView]]:
         """Completed runs of each competing method and of :attr:`against`, by setting and seed.
 
@@ -353,6 +398,12 @@ class Runs:
         """The first run that has the matrix, and the same labels as ``like`` if given."""
         runs = (run for run in self.runs if like is None or run.paired == like.paired)
         return next((run for run in runs if name in run.matrices), None)
+
+
+def _same_images(one: RunView, other: RunView) -> bool:
+    """Whether two runs scored the same test images."""
+    a, b = one.scores, other.scores
+    return a is not None and b is not None and (a.ids, a.classes) == (b.ids, b.classes)
 
 
 def _text(run: RunView, section: str) -> str:

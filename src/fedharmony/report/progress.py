@@ -65,6 +65,8 @@ class _State:
     best_round: int = 0
     lost: int = 0
     failed: int = 0
+    later: int = 0  # runs that follow
+    earlier: tuple[float, ...] = ()  # seconds that each run before has taken
 
     def take_round(self, event: Mapping[str, Any]) -> None:
         self.round, self.done = event, int(event.get("round", self.done)) + 1
@@ -83,11 +85,19 @@ class _State:
 
     @property
     def left(self) -> str:
-        """Time left, as long as the coming rounds take what those of this start have taken."""
+        """Time left, as long as the coming rounds take what those of this start have taken.
+
+        Of a sequence also the time of all its runs: those that follow take as long as those before.
+        """
         finished, remaining = self.done - self.began_at, self.rounds - self.done
-        if finished <= 0 or remaining <= 0:
+        if finished <= 0:
             return ""
-        return f"{duration(self.seconds / finished * remaining)} left"
+        each = self.seconds / finished
+        runs = (*self.earlier, each * self.rounds)
+        others = self.later * sum(runs) / len(runs)
+        own = [f"{duration(each * remaining)} left"] if remaining > 0 else []
+        total = [f"{duration(each * remaining + others)} for all runs"] if self.later else []
+        return ", ".join(own + total)
 
     @property
     def line(self) -> str:
@@ -168,7 +178,8 @@ class Progress:
             self._bars.add_task(name, visible=False, left="")
             for name in ("round", "clients train", "decoding")
         )
-        self._sequence = ""
+        self._sequence, self._later = "", 0
+        self._seconds: tuple[float, ...] = ()  # of each run that has finished
         self._state: _State | None = None
         self._held = False  # a round whose line waits for its evaluation
         self._decoded = (0, 0)  # images decoded before the run, and to be decoded
@@ -193,7 +204,7 @@ class Progress:
 
     def follow(self, number: int, total: int, name: str, rounds: int) -> Observer:
         """The observer of the next run of a sequence: "run 2 of 6: fedharmony seed 1"."""
-        self._sequence = f"run {number} of {total}: {name}"
+        self._sequence, self._later = f"run {number} of {total}: {name}", total - number
         return self
 
     def __call__(self, event: Mapping[str, Any]) -> None:
@@ -221,6 +232,7 @@ class Progress:
         elif kind == "finish":
             self._print_held(state)
             self._state = None
+            self._seconds += (state.seconds,)
             self._bars.update(self._rounds, visible=False)
             self._print(state.summary(event))
 
@@ -236,6 +248,7 @@ class Progress:
         title = self._sequence or str(event.get("label") or event.get("method") or "run")
         begin, rounds = int(event.get("resumed_at") or 0), int(event.get("rounds") or 0)
         self._state = _State(title, rounds, done=begin, began_at=begin)
+        self._state.later, self._state.earlier = self._later, self._seconds
         self._sequence, self._held = "", False
         self._bars.update(self._rounds, completed=begin, total=rounds, visible=True, left="")
         parts = [f"{rounds:,} rounds"]

@@ -37,6 +37,28 @@ class LabelRow(TypedDict, total=False):
 
 
 @_as_it_is
+class UserRow(TypedDict, total=False):
+    """One test user of ``results.json``."""
+
+    user: str
+    images: Count
+
+
+@_as_it_is
+class Users(TypedDict, total=False):
+    """The test users of ``results.json``."""
+
+    each: list[UserRow]
+
+
+@_as_it_is
+class Thresholds(TypedDict, total=False):
+    """The thresholds of ``results.json``."""
+
+    per_label: list[float]
+
+
+@_as_it_is
 class Results(TypedDict, total=False):
     """``results.json``."""
 
@@ -47,6 +69,8 @@ class Results(TypedDict, total=False):
     rounds: Count
     rounds_done: Count | None
     metric_options: dict[str, Any]
+    per_user: Users | None
+    thresholds: Thresholds | None
     n_classes_with_positives: Count | None
     n_classes_never_predicted: Count | None
 

@@ -235,6 +235,14 @@ class Drawing:
         place: Look = {"x": left, "y": top, "width": width, "height": height}
         self.add("image", None, {"href": data, "preserveAspectRatio": "none", **place})
 
+    def photo(self, pixels: Pixels, left: float, top: float, width: float, height: float) -> None:
+        """A picture (H, W, 3) as it is."""
+        buffer = io.BytesIO()
+        Image.fromarray(pixels).save(buffer, "JPEG", quality=85)
+        data = f"data:image/jpeg;base64,{base64.b64encode(buffer.getvalue()).decode()}"
+        place: Look = {"x": left, "y": top, "width": width, "height": height}
+        self.add("image", None, {"href": data, "class": "photo", **place})
+
     def inside(self, left: float, top: float, width: float, height: float) -> Drawing:
         """A drawing in the same coordinates of which only what lies in this box is seen."""
         part = _Window(left, top, width, height)

@@ -405,6 +405,16 @@ def metric_table(
     return MetricTable(columns, lines, trivial, tuple(rows))
 
 
+def write_tables(runs: Runs) -> None:
+    """Write the table of a comparison into its folder: as Markdown, CSV and LaTeX."""
+    from fedharmony.engine.checkpoint import write_file  # loads torch, which tables do without
+
+    table = table_of(runs)
+    texts = {"md": table.to_markdown(), "csv": table.to_csv(), "tex": table.to_latex()}
+    for suffix, text in texts.items():
+        write_file(runs.home / f"table.{suffix}", text.encode())
+
+
 def table_of(runs: Runs) -> MetricTable:
     """The table of loaded runs; on different data none of them is the best."""
     rows = [

@@ -121,9 +121,11 @@ def difference_sentence(
         return text + "; they share no seed."
     gaps = [scores[best][s] - scores[second][s] for s in shared]
     if len(gaps) == 1:
+        # Of the numbers as they are shown: whoever subtracts them finds the same.
+        gap = round(100 * scores[best][shared[0]], 1) - round(100 * scores[second][shared[0]], 1)
         return text + Markup(
             "; the difference is {} points on one seed, so its spread is unknown."
-        ).format(f"{100 * gaps[0]:.1f}".replace("-", "−"))
+        ).format(f"{gap:.1f}".replace("-", "−"))
     text += Markup("; seed by seed the difference is {} points").format(_spread(gaps, unit=""))
     if statistics.fmean(gaps) <= statistics.stdev(gaps):
         return text + ", no more than its own spread."

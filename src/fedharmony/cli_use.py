@@ -1,0 +1,143 @@
+"""The commands that use a trained model: predict and export."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
+from pathlib import Path
+from typing import TYPE_CHECKING, Annotated
+
+import typer
+from rich.progress import BarColumn, MofNCompleteColumn, TextColumn, TimeRemainingColumn
+from rich.progress import Progress as Bar
+
+from fedharmony.cli_data import usable
+from fedharmony.terminal import console, say
+
+if TYPE_CHECKING:
+    from fedharmony.experiments.predict import Prediction, Rule, Stream
+
+#: Images that cannot be read: so many are named.
+NAMED = 20
+#: Characters of a table's first column.
+WIDEST = 60
+
+RunArgument = Annotated[
+    Path, typer.Argument(metavar="RUN", callback=usable, help="The folder of a finished run.")
+]
+Device = Annotated[
+    str, typer.Option(help="cpu, cuda, cuda:1, …; by default CUDA where there is one.")
+]
+
+
+def predict(
+    run: RunArgument,
+    images: Annotated[
+        list[Path],
+        typer.Argument(
+            metavar="IMAGES...",
+            callback=usable,
+            help="Images, folders (with all below them) and tables of paths (CSV, Parquet); for a "
+            "run on features, files of features.",
+        ),
+    ],
+    csv: Annotated[
+        Path | None,
+        typer.Option(callback=usable, help="Write labels and all scores to this new file."),
+    ] = None,
+    top: Annotated[
+        int | None,
+        typer.Option(help="Give each image its K best labels; with --threshold, K at most."),
+    ] = None,
+    threshold: Annotated[
+        str | None,
+        typer.Option(
+            help="A label is given where its score reaches this number; `run` (the default) takes "
+            "the thresholds that the run chose, or its metrics.threshold."
+        ),
+    ] = None,
+    column: Annotated[
+        str,
+        typer.Option(help="The column of paths in tables; else image, path, file."),
+    ] = "",
+    device: Device = "auto",
+    quiet: Annotated[
+        bool, typer.Option("--quiet", "-q", metavar="", help="No progress bar.")
+    ] = False,
+) -> None:
+    """Label new images with the model of a finished run.
+
+    Example: `fedharmony predict runs/demo-fedharmony-seed0 photos/ --csv labels.csv`
+
+    Needs the run folder alone, not the data it was trained on. Images that cannot be read are named
+    and left out; the exit code is then 1.
+    """
+    from fedharmony.experiments.folder import RunFolder
+    from fedharmony.experiments.predict import predictions, refuse_existing, rule_of, writing
+    from fedharmony.experiments.trained import load_model
+
+    if csv is not None:
+        refuse_existing(csv)
+    model = load_model(RunFolder(run), device)
+    rule = rule_of(model, threshold, top)
+    stream = predictions(model, images, column)
+    unread: list[Prediction] = []
+    if csv is None:
+        with _bar(stream, quiet) as shown:
+            found = list(shown)
+        for line in table_of(found, rule, model.classes):
+            say(line)
+        unread = [prediction for prediction in found if prediction.scores is None]
+    else:
+        with writing(csv, model.classes, rule) as writer, _bar(stream, quiet) as shown:
+            for prediction in shown:
+                writer.add(prediction)
+                unread += [prediction] if prediction.scores is None else []
+        say(f"{len(stream) - len(unread):,} of {len(stream):,} labelled: {csv}")
+    for prediction in unread[:NAMED]:
+        say(f"{prediction.name} cannot be read: {prediction.trouble}.", err=True)
+    if len(unread) > NAMED:
+        say(f"{len(unread) - NAMED:,} more cannot be read.", err=True)
+    if unread:
+        raise typer.Exit(1)
+
+
+def export(
+    run: RunArgument,
+    to: Annotated[Path, typer.Option("--to", callback=usable, help="A new folder for the model.")],
+    onnx: Annotated[
+        bool, typer.Option("--onnx", metavar="", help="Write model.onnx, too (extra `onnx`).")
+    ] = False,
+) -> None:
+    """Write the model of a finished run for other programs: weights, config.json, a model card.
+
+    Example: `fedharmony export runs/demo-fedharmony-seed0 --to model --onnx`
+
+    Weights have timm's names where timm has such a model. What is written was compared with the
+    run's own scores.
+    """
+    from fedharmony.experiments.export import export as write
+    from fedharmony.experiments.folder import RunFolder
+    from fedharmony.experiments.trained import load_model
+
+    for file in write(load_model(RunFolder(run), "cpu"), to, onnx):
+        say(file)
+
+
+def table_of(found: Sequence[Prediction], rule: Rule, classes: Sequence[str]) -> Iterator[str]:
+    """Images and their labels with scores, as lines of a table; what cannot be read is left out."""
+    width = min(max(len(prediction.name) for prediction in found), WIDEST)
+    for prediction in found:
+        if (scores := prediction.scores) is not None:
+            labels = [f"{classes[i]} {scores[i]:.2f}" for i in rule.labels(scores)]
+            yield f"{prediction.name:<{width}}  {', '.join(labels) or 'no label'}"
+
+
+@contextmanager
+def _bar(stream: Stream, quiet: bool) -> Iterator[Iterator[Prediction]]:
+    """The stream with a progress bar on a terminal."""
+    screen = console(stderr=True)
+    columns = (TextColumn("predicting"), BarColumn(), MofNCompleteColumn(), TimeRemainingColumn())
+    hidden = quiet or not screen.is_terminal
+    with Bar(*columns, console=screen, transient=True, disable=hidden) as bar:
+        yield iter(bar.track(stream, total=len(stream)))

@@ -1,0 +1,141 @@
+"""What a command would train, found out without training and without writing anything."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Iterable
+from dataclasses import dataclass
+from pathlib import Path
+
+from fedharmony.experiments.build import Contents, Draft, contents, draft
+from fedharmony.experiments.compare import Planned, plan
+from fedharmony.experiments.folder import RunFolder
+from fedharmony.experiments.machine import choose_device, switch_torch, with_threads
+from fedharmony.experiments.outlook import scratch_warning, seconds_per_image
+from fedharmony.experiments.run import finished
+from fedharmony.experiments.settings import Settings
+from fedharmony.experiments.tune import Search
+
+
+@dataclass(frozen=True)
+class Group:
+    """Runs that differ in their seed at most, or in values that are tried.
+
+    Attributes:
+        label: the method.
+        runs: how many there are.
+        done: how many of them are finished already.
+        rounds: of each run.
+        parameters: of the model.
+        seconds: that the unfinished ones take, about; none where that is not known.
+    """
+
+    label: str
+    runs: int
+    done: int
+    rounds: int
+    parameters: int
+    seconds: float | None
+
+
+@dataclass(frozen=True)
+class Plan:
+    """What a command would do.
+
+    Attributes:
+        folder: where it would write.
+        facts: data, split, model and device in words, by their names.
+        groups: the runs.
+        warnings: what should be known before it begins.
+    """
+
+    folder: Path
+    facts: dict[str, str]
+    groups: tuple[Group, ...]
+    warnings: tuple[str, ...] = ()
+
+
+def plan_of_run(settings: Settings, folder: Path) -> Plan:
+    """The plan of ``fedharmony run``."""
+    settings = with_threads(settings)
+    RunFolder(folder).refuse_if_taken(settings)
+    return _plan(folder, [Planned(settings, RunFolder(folder))])
+
+
+def plan_of_comparison(
+    settings: Settings, labels: list[str], seeds: list[int], folder: Path
+) -> Plan:
+    """The plan of ``fedharmony compare``."""
+    return _plan(folder, plan(settings, labels, seeds, folder))
+
+
+def plan_of_search(settings: Settings, labels: list[str], folder: Path) -> Plan:
+    """The plan of ``fedharmony tune``: how many trials there are, not which."""
+    search = Search(settings, labels, folder)
+    trials = {name: search.trial(name, search.rates()[0], {}) for name in search.methods}
+    return _plan(
+        folder, [trials[name] for name in search.methods for _ in range(search.count(name))]
+    )
+
+
+def _plan(folder: Path, runs: list[Planned]) -> Plan:
+    settings = runs[0].settings
+    switch_torch(settings.engine)
+    data = contents(settings, complete=True)
+    chosen = {run.label: run.settings for run in runs}  # one of those that differ in their seed
+    drafts = {label: draft(own, data) for label, own in chosen.items()}
+    for drafted in drafts.values():
+        drafted.blueprint.initial_state()  # reads weights, and lets the method refuse
+    first = drafts[runs[0].label]
+    weights = getattr(settings.model.own, "weights", None)
+    images = sum(first.blueprint.facts.sizes.values())
+    warnings = [drafted.blueprint.method.remark for drafted in drafts.values()]
+    warnings.append(scratch_warning(first.blueprint.model, weights, images) or "")
+    groups = tuple(_group(label, runs, drafted, data) for label, drafted in drafts.items())
+    return Plan(folder, _facts(settings, first, data), groups, tuple(filter(None, warnings)))
+
+
+def _group(label: str, runs: Iterable[Planned], drafted: Draft, data: Contents) -> Group:
+    own = [run for run in runs if run.label == label]
+    done = sum(run.folder.holds_run() and finished(run.folder) is not None for run in own)
+    blueprint = drafted.blueprint
+    seconds = _seconds(drafted, data)
+    left = None if seconds is None else seconds * (len(own) - done)
+    return Group(
+        label,
+        len(own),
+        done,
+        blueprint.settings.run.rounds,
+        blueprint.model.num_parameters,
+        left,
+    )
+
+
+def _seconds(drafted: Draft, data: Contents) -> float | None:
+    """The time of one run on the CPU, from one timed step of one client."""
+    blueprint = drafted.blueprint
+    settings = blueprint.settings
+    if choose_device(settings.engine.device).type != "cpu":
+        return None
+    parameters = {**blueprint.parameters[0], **blueprint.parameters[1]}
+    batch = settings.train.batch_size
+    each = seconds_per_image(blueprint.model, parameters, data.input.shape, batch)
+    tested = len(data.test.labels) if drafted.held_out is None else len(drafted.held_out)
+    evaluations = math.ceil(settings.run.rounds / settings.run.eval_every)
+    return each * (blueprint.images + evaluations * tested / 3)
+
+
+def _facts(settings: Settings, drafted: Draft, data: Contents) -> dict[str, str]:
+    blueprint, split = drafted.blueprint, settings.split.common
+    sizes = sorted(blueprint.facts.sizes.values())
+    tested = f"{len(data.test.labels):,} for the test"
+    if drafted.held_out is not None:
+        tested = f"{len(drafted.held_out):,} of them held out instead of the test set"
+    return {
+        "data": f"{settings.data.common.name}: {len(data.train.labels):,} {data.input} for "
+        f"training, {tested}, {len(data.classes):,} labels",
+        "split": f"{split.file or split.name}: {len(sizes):,} clients with {sizes[0]:,} to "
+        f"{sizes[-1]:,} images; {len(blueprint.schedule[0]):,} per round",
+        "model": settings.model.common.name,
+        "device": str(choose_device(settings.engine.device)),
+    }

@@ -1,0 +1,50 @@
+"""A global model that scores images: the same code for the test set, new images and exports."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from functools import cached_property
+
+import torch
+from torch import Tensor
+
+from fedharmony.methods.base import Groups, Method
+from fedharmony.models.base import Model
+from fedharmony.types import BUFFERS, FROZEN, PARAMS, Record, Tensors
+
+
+@dataclass(frozen=True, eq=False)
+class Scorer:
+    """Images as they are to scores in [0, 1], as the method says.
+
+    Attributes:
+        model: backbone and head.
+        method: normalises images, and turns outputs into scores.
+        state: the server's state, with the model that is to be used among its parameters.
+    """
+
+    model: Model
+    method: Method
+    state: Record
+
+    @cached_property
+    def parameters(self) -> Tensors:
+        """All tensors of the model, as those of a stack of one client.
+
+        In one memory order, whether the state comes from clients or from a file: products of
+        transposed matrices have other last bits.
+        """
+        groups = [self.state.get(group) for group in (PARAMS, FROZEN, BUFFERS)]
+        return {n: t.contiguous().unsqueeze(0) for group in groups for n, t in group.items()}
+
+    @cached_property
+    def message(self) -> Groups:
+        """What the method's normalisation reads beside the images."""
+        return self.method.evaluation(self.state)
+
+    @torch.no_grad()
+    def __call__(self, images: Tensor) -> Tensor:
+        """Scores (B, C) of images (B, channels, H, W) uint8, or of feature vectors (B, F)."""
+        inputs = self.method.normalise(images, self.message, {})
+        outputs = self.model.apply(self.parameters, inputs.unsqueeze(0))[0]
+        return self.method.predict(outputs.float(), self.state)

@@ -1,0 +1,55 @@
+"""How well the model serves each user of the test set."""
+
+from __future__ import annotations
+
+import statistics
+
+from fedharmony.report import svg
+from fedharmony.report.charts import Picture, x_axis, y_axis
+from fedharmony.report.load import Runs
+from fedharmony.report.measures import worst_decile
+from fedharmony.report.panel import Panel, Section, legend, panels, styles
+from fedharmony.report.svg import Drawing, Scale
+
+
+@panels.register("users")
+class Users(Panel):
+    """O-mAP of each test user, sorted; mean, median and worst tenth."""
+
+    place = 46
+
+    def draw(self, runs: Runs) -> Section | None:
+        """One line per method, from the user served worst to the one served best."""
+        found = {
+            name: sorted(run.per_user.values())
+            for name, group in runs.groups.items()
+            if (run := next((r for r in group if r.per_user), None)) is not None
+        }
+        if not found:
+            return None
+        looks, facts = styles(runs), []
+        drawing, bottom = Drawing(250), 214.0
+        up, across = Scale(-2, 102, bottom, 6), Scale(-2, 102, 38, svg.WIDTH - 14)
+        y_axis(drawing, up, across.start, across.end, (0, 20, 40, 60, 80, 100))
+        x_axis(drawing, across, bottom, (0, 20, 40, 60, 80, 100), "users, % of all")
+        drawing.line([(across(10), 6), (across(10), bottom)], svg.MUTED, 1, svg.DOTTED.dashes)
+        for name, values in found.items():
+            last = max(len(values) - 1, 1)
+            points = [(across(100 * i / last), up(100 * v)) for i, v in enumerate(values)]
+            drawing.line(points, looks[name].colour, 1.6, looks[name].dashes)
+            drawing.mark(*points[len(points) // 2], looks[name])
+            of = "" if runs.alone else f", {name}"
+            for words, value in (
+                ("mean", statistics.fmean(values)),
+                ("median", statistics.median(values)),
+                ("worst tenth, mean", worst_decile(values)),
+            ):
+                facts.append((words + of, f"{100 * value:.1f} %"))
+        users = len(next(iter(found.values())))
+        lead = (
+            f"O-mAP of each of {users:,} test users by itself, the worst on the left. The dotted "
+            "line ends the worst tenth; marks stand at the median. Small users are "
+            "easily far from the mean by chance."
+        )
+        picture = Picture("O-mAP by user, %", drawing.svg("O-mAP of each user, sorted"))
+        return Section("Users", lead, (picture,), legend(runs, found), facts=tuple(facts))
