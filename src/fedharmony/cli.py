@@ -154,6 +154,7 @@ class Kind(StrEnum):
     datasets = "datasets"
     splitters = "splitters"
     models = "models"
+    trackers = "trackers"
     configs = "configs"
     settings = "settings"
 
@@ -712,12 +713,13 @@ def list_components(
     ] = "",
     plugin: Plugins = None,
 ) -> None:
-    """What there is: methods, datasets, splitters, models, configs, settings.
+    """What there is: methods, datasets, splitters, models, trackers, configs, settings.
 
     Example: `fedharmony list settings lr`
     """
     from fedharmony.config import built_in_configs
     from fedharmony.data.base import datasets
+    from fedharmony.experiments.trackers import trackers
     from fedharmony.methods.base import methods
     from fedharmony.models.base import models
     from fedharmony.partition.base import splitters
@@ -735,6 +737,7 @@ def list_components(
             Kind.datasets: datasets,
             Kind.splitters: splitters,
             Kind.models: models,
+            Kind.trackers: trackers,
         }[kind]
         for name in registry.names():
             presets = getattr(registry[name], "presets", {})
