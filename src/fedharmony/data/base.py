@@ -33,12 +33,10 @@ class Images(Protocol):
 
     def __len__(self) -> int:
         """The number of images N."""
-        ...
 
     @property
     def shape(self) -> tuple[int, ...]:
         """Channels, height and width of every image; the width of every feature vector."""
-        ...
 
     def gather(self, index: Tensor, device: torch.device | str) -> Tensor:
         """The images at ``index``, on ``device``.
@@ -51,7 +49,6 @@ class Images(Protocol):
         Returns:
             ``(*index.shape, *shape)``: uint8 for images, float32 for feature vectors.
         """
-        ...
 
 
 class TensorImages:
@@ -81,7 +78,6 @@ class TensorImages:
         self._words = flat.view(torch.int64) if whole else flat
 
     def __len__(self) -> int:
-        """The number of images N."""
         return len(self.pixels)
 
     @property
@@ -113,7 +109,6 @@ class SomeImages:
     index: Tensor
 
     def __len__(self) -> int:
-        """The number of images chosen."""
         return len(self.index)
 
     @property
@@ -146,7 +141,6 @@ class LabelledImages:
     known: npt.NDArray[np.bool_] | None = None
 
     def __post_init__(self) -> None:
-        """Refuse parts that do not fit together."""
         if self.labels.dtype != np.uint8 or self.labels.ndim != 2 or (self.labels > 1).any():
             raise DataError(
                 "Labels must be a uint8 matrix (images × classes) of zeros and ones, got "
@@ -167,7 +161,6 @@ class LabelledImages:
             )
 
     def __len__(self) -> int:
-        """The number of images N."""
         return len(self.labels)
 
     def subset(self, index: Index) -> LabelledImages:
@@ -200,7 +193,6 @@ class DataSet:
     planted: npt.NDArray[np.float64] | None = None
 
     def __post_init__(self) -> None:
-        """Refuse parts that do not fit together."""
         count = len(self.classes)
         for part, columns in (
             ("training labels", self.train.labels.shape[1]),

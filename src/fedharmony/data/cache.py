@@ -95,7 +95,6 @@ class Resize:
     mode: ResizeMode = "stretch"
 
     def __post_init__(self) -> None:
-        """Refuse what cannot be done."""
         if self.size < 1:
             raise ConfigError(f"The image size must be at least 1, not {self.size}.")
         if self.mode not in get_args(ResizeMode):
@@ -123,7 +122,6 @@ class MappedImages:
         self._pixels = np.asarray(mapped)  # a plain view: indexing a memmap object is slower
 
     def __len__(self) -> int:
-        """The number of images N."""
         return len(self._pixels)
 
     @property

@@ -82,17 +82,14 @@ class Part(Protocol):
     @property
     def labels(self) -> Labels:
         """uint8 ``(N, C)``."""
-        ...
 
     @property
     def known(self) -> npt.NDArray[np.bool_] | None:
         """Bool ``(N, C)``, or None where all labels are known."""
-        ...
 
     @property
     def users(self) -> npt.NDArray[Any] | None:
         """``(N,)``, or None where nobody owns anything."""
-        ...
 
 
 def facts_of(train: Part, test: Part, what: str) -> list[tuple[str, str]]:

@@ -106,7 +106,6 @@ class Features(Source):
         ignore: tuple[str, ...] = ()
 
         def __post_init__(self) -> None:
-            """Refuse settings that contradict each other."""
             super().__post_init__()
             ways = ("labels", "label_count", "label_file")
             if len(given := [name for name in ways if getattr(self, name)]) > 1:

@@ -50,7 +50,6 @@ class AnnotatedFiles:
     known: npt.NDArray[np.bool_] | None = None
 
     def __post_init__(self) -> None:
-        """Refuse parts that do not fit together."""
         lengths = {"files": len(self.files), "labels": len(self.labels), "ids": len(self.ids)}
         lengths |= {
             part: len(rows)
@@ -62,7 +61,6 @@ class AnnotatedFiles:
             raise DataError(f"The parts of a data set do not match: {counts}. Correct the loader.")
 
     def __len__(self) -> int:
-        """The number of images N."""
         return len(self.labels)
 
 

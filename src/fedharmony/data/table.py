@@ -97,7 +97,6 @@ class Division:
     seed: Limited[int, Ge(0)] = 0
 
     def __post_init__(self) -> None:
-        """Refuse settings that contradict each other."""
         if _split(self.train_split) == _split(self.test_split):
             raise ConfigError(
                 f"train_split {self.train_split!r} and test_split {self.test_split!r} mean the "
@@ -175,7 +174,6 @@ class Table(FileSource):
         ignore: tuple[str, ...] = ()
 
         def __post_init__(self) -> None:
-            """Refuse settings that contradict each other."""
             super().__post_init__()
             if twice := _repeated(self.classes):
                 raise ConfigError(f"classes names {twice[0]!r} twice.")
@@ -490,19 +488,15 @@ class LabelCells(Protocol):
     @property
     def setting(self) -> str:
         """The setting that names its columns."""
-        ...
 
     def columns(self, free: Sequence[str]) -> Sequence[str]:
         """The columns with labels, given those of a table that mean nothing else."""
-        ...
 
     def add(self, cells: list[str]) -> None:
         """Take a row's cells under those columns; :class:`RowError` when they make no sense."""
-        ...
 
     def finish(self) -> tuple[tuple[str, ...], Labels]:
         """The classes, and ``(N, C)`` with 1 where a class is present and UNKNOWN where unknown."""
-        ...
 
 
 class JoinedCells:

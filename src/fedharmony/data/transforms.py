@@ -206,7 +206,6 @@ class TransformedImages:
         self.of_image = torch.from_numpy(np.asarray(of_image, np.int64))
 
     def __len__(self) -> int:
-        """The number of images N."""
         return len(self.images)
 
     @property

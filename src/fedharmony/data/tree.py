@@ -60,19 +60,15 @@ class ImageFiles(Protocol):
 
     def __len__(self) -> int:
         """The number of files N."""
-        ...
 
     def name(self, i: int) -> str:
         """File ``i`` for messages: its path, or ``archive:member``."""
-        ...
 
     def read(self, i: int) -> bytes:
         """The encoded bytes of file ``i``; :class:`DataError` naming it when that fails."""
-        ...
 
     def fingerprint(self) -> str:
         """SHA-256 that changes when a name or a file does; cheap, since no file is read."""
-        ...
 
 
 class Store(Protocol):
@@ -84,23 +80,18 @@ class Store(Protocol):
     @property
     def where(self) -> str:
         """The place, for messages."""
-        ...
 
     def stamp(self, name: str) -> str | None:
         """What changes with the content of a file; None when there is no such file."""
-        ...
 
     def list(self, folder: str) -> list[str]:
         """Base names in a folder; empty when there is none of that name."""
-        ...
 
     def locate(self, name: str) -> str:
         """A file of this place, for messages."""
-        ...
 
     def read(self, name: str, limit: int) -> bytes:
         """The content of a file that is there, and has at most ``limit`` bytes."""
-        ...
 
 
 class Folder:
@@ -329,7 +320,6 @@ class TreeImages:
         self._names = tuple(names)
 
     def __len__(self) -> int:
-        """The number of files N."""
         return len(self._names)
 
     def name(self, i: int) -> str:

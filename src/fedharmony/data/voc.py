@@ -129,7 +129,6 @@ class Voc(FileSource):
         test_set: ImageSet | None = None
 
         def __post_init__(self) -> None:
-            """Refuse sets that cannot be read, or that share images."""
             train, test = self.sets
             if self.year == "2012" and "test" in (train, test):
                 raise ConfigError(

@@ -85,7 +85,6 @@ class MetricOptions:
     scores: the lower label index first). Ranking metrics do not change."""
 
     def __post_init__(self) -> None:
-        """Refuse values that would silently select another convention."""
         for name, hint in get_type_hints(type(self)).items():
             value = getattr(self, name)
             if get_origin(hint) is Literal and value not in get_args(hint):
@@ -407,7 +406,6 @@ class ScoreStore:
         self._known: list[Bools | None] = []
 
     def __len__(self) -> int:
-        """Images stored so far."""
         return sum(len(batch) for batch in self._scores)
 
     def add(self, scores: Array, targets: Array, known: Array | None = None) -> None:

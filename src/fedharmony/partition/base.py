@@ -56,7 +56,6 @@ class Partition:
     transforms: tuple[str, ...] | None = None
 
     def __post_init__(self) -> None:
-        """Refuse what is not a division of the images."""
         if problem := _fault(self.indices, self.images):
             raise PartitionError(f"This is not a division of {self.images} images: {problem}.")
         if self.transforms is not None and len(self.transforms) != len(self.indices):

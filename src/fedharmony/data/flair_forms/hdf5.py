@@ -153,7 +153,6 @@ class Hdf5Images:
         self._places = places
 
     def __len__(self) -> int:
-        """The number of images N."""
         return len(self._places)
 
     def name(self, i: int) -> str:
