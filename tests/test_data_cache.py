@@ -27,6 +27,7 @@ from hypothesis import strategies as st
 from PIL import Image, ImageOps
 
 from fedharmony.config import build
+from fedharmony import files
 from fedharmony.data import cache, derived
 from fedharmony.data import tree as trees
 from fedharmony.data.base import TensorImages
@@ -852,7 +853,7 @@ def test_without_locks_the_file_is_still_replaced_in_one_step(
     own_cache: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """Another process finishes first, while this one decodes: both files are whole."""
-    monkeypatch.setattr(derived, "fcntl", None)
+    monkeypatch.setattr(files, "fcntl", None)
     some = pictures(2 * CHUNK)
     other: list[Decoded] = []
 

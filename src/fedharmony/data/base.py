@@ -11,6 +11,7 @@ from __future__ import annotations
 
 import os
 from abc import ABC, abstractmethod
+from collections.abc import Sized
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, ClassVar, Protocol
@@ -122,6 +123,14 @@ class SomeImages:
         return self.images.gather(torch.where(index.cpu() < 0, -1, chosen), device)
 
 
+def refuse_unequal(**parts: Sized | None) -> None:
+    """Refuse parts of a data set that are not of one length; None is not there."""
+    lengths = {name: len(part) for name, part in parts.items() if part is not None}
+    if len(set(lengths.values())) > 1:
+        counts = ", ".join(f"{count} {name}" for name, count in lengths.items())
+        raise DataError(f"The parts of a data set do not match: {counts}. Correct the loader.")
+
+
 @dataclass(frozen=True, eq=False)
 class LabelledImages:
     """Images with their label matrix.
@@ -146,14 +155,7 @@ class LabelledImages:
                 "Labels must be a uint8 matrix (images × classes) of zeros and ones, got "
                 f"{self.labels.dtype} of shape {self.labels.shape}. Correct the loader."
             )
-        lengths = {"images": len(self.images), "labels": len(self.labels)}
-        if self.ids is not None:
-            lengths["ids"] = len(self.ids)
-        if self.users is not None:
-            lengths["users"] = len(self.users)
-        if len(set(lengths.values())) > 1:
-            counts = ", ".join(f"{count} {part}" for part, count in lengths.items())
-            raise DataError(f"The parts of a data set do not match: {counts}. Correct the loader.")
+        refuse_unequal(images=self.images, labels=self.labels, ids=self.ids, users=self.users)
         if self.known is not None and self.known.shape != self.labels.shape:
             raise DataError(
                 f"The mask of known labels has shape {self.known.shape}, the labels have "

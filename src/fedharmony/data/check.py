@@ -9,12 +9,15 @@ from collections import Counter
 from collections.abc import Callable, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass
-from typing import Any, Protocol
+from typing import TYPE_CHECKING, TypeAlias
 
 import numpy as np
-import numpy.typing as npt
 
-from fedharmony.types import Labels
+from fedharmony.errors import some
+
+if TYPE_CHECKING:
+    from fedharmony.data.base import LabelledImages
+    from fedharmony.data.file_source import AnnotatedFiles
 
 #: Called with the number of things done and of all.
 Tell = Callable[[int, int], None]
@@ -76,20 +79,8 @@ class Check:
         return all(line.ok for line in self.lines) and not self.faults
 
 
-class Part(Protocol):
-    """The training or the test part of a data set."""
-
-    @property
-    def labels(self) -> Labels:
-        """uint8 ``(N, C)``."""
-
-    @property
-    def known(self) -> npt.NDArray[np.bool_] | None:
-        """Bool ``(N, C)``, or None where all labels are known."""
-
-    @property
-    def users(self) -> npt.NDArray[Any] | None:
-        """``(N,)``, or None where nobody owns anything."""
+#: The training or the test part of a data set.
+Part: TypeAlias = "LabelledImages | AnnotatedFiles"
 
 
 def facts_of(train: Part, test: Part, what: str) -> list[tuple[str, str]]:
@@ -133,8 +124,7 @@ def doubts_about(counts: Sequence[ClassCount]) -> tuple[str, ...]:
         ("test", [count.name for count in counts if not count.test]),
     ):
         if absent:
-            more = f" and {len(absent) - 5:,} more" if len(absent) > 5 else ""
-            doubts.append(f"Nothing in the {part} part has: {', '.join(absent[:5])}{more}.")
+            doubts.append(f"Nothing in the {part} part has: {some(absent)}.")
     return tuple(doubts)
 
 

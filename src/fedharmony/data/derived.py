@@ -12,11 +12,7 @@ from pathlib import Path
 from typing import BinaryIO
 
 from fedharmony.errors import DataError
-
-try:
-    import fcntl
-except ImportError:  # not a POSIX system
-    fcntl = None  # type: ignore[assignment]
+from fedharmony.files import take_lock
 
 
 @contextmanager
@@ -37,9 +33,7 @@ def building(folder: Path) -> Iterator[None]:
         raise _unwritable(folder, error) from error
     with lock:
         try:
-            if fcntl is None:
-                raise OSError
-            fcntl.flock(lock, fcntl.LOCK_EX)
+            take_lock(lock.fileno(), wait=True)
         except OSError:
             pass
         else:
