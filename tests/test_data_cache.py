@@ -26,8 +26,8 @@ from hypothesis import example, given, settings
 from hypothesis import strategies as st
 from PIL import Image, ImageOps
 
-from fedharmony.config import build
 from fedharmony import files
+from fedharmony.config import build
 from fedharmony.data import cache, derived
 from fedharmony.data import tree as trees
 from fedharmony.data.base import TensorImages

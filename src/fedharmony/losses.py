@@ -169,20 +169,6 @@ def entries(settings: LossSettings, logits: Tensor, batch: Batch) -> Tensor:
     return labels * positive + (1.0 - labels) * negative
 
 
-def binary_cross_entropy(logits: Tensor, batch: Batch) -> Tensor:
-    """Mean binary cross-entropy over the counted entries; 0 when none counts.
-
-    ``−Σ m [y log σ(z) + (1−y) log(1−σ(z))] / Σ m`` with logits z (B, C) and m = ``counted``.
-    Leading dimensions are clients: (..., B, C) gives (...).
-
-    >>> ones = torch.ones(1, 2)
-    >>> batch = Batch(labels=torch.tensor([[1.0, 0.0]]), rows=torch.ones(1), counted=ones)
-    >>> round(float(binary_cross_entropy(torch.zeros(1, 2), batch)), 4)  # log 2
-    0.6931
-    """
-    return task_loss(LossSettings("bce"), logits, batch)
-
-
 def _weighted_mean(values: Tensor, weights: Tensor) -> Tensor:
     """``Σ w v / Σ w`` over the last two dimensions; 0 where all weights are."""
     # The floor is below any weight: it takes effect only where nothing counts.

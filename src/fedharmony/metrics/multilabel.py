@@ -96,8 +96,11 @@ class MetricOptions:
             )
         if self.topk is not None and self.topk < 1:
             raise ConfigError(f"topk must be at least 1 or left out, got {self.topk}.")
-        if self.ap_bins is not None:
-            _check_bins(self.ap_bins)
+        if self.ap_bins is not None and self.ap_bins < 2:
+            raise ConfigError(
+                f"Average precision needs at least 2 bins, got {self.ap_bins}; leave it out for "
+                "exact values."
+            )
 
 
 @dataclass(frozen=True, eq=False)
@@ -161,7 +164,11 @@ class ClientsResult:
 
 
 def average_precision(
-    scores: Array, targets: Array, *, ties: Ties = "grouped", bins: int | None = None
+    scores: npt.ArrayLike,
+    targets: npt.ArrayLike,
+    *,
+    ties: Ties = "grouped",
+    bins: int | None = None,
 ) -> float:
     """Step-wise average precision of one ranked list.
 
@@ -170,7 +177,7 @@ def average_precision(
     of the precision among all entries that score at least as high.
 
     Args:
-        scores: ``(N,)`` finite numbers; any scale unless ``bins`` is given.
+        scores: ``(N,)`` finite numbers; any scale, but in [0, 1] with ``bins``.
         targets: ``(N,)`` zeros and ones.
         ties: See :attr:`MetricOptions.ap_ties`.
         bins: See :attr:`MetricOptions.ap_bins`; ties are then always grouped.
@@ -185,39 +192,14 @@ def average_precision(
     >>> average_precision([0.5, 0.5, 0.5, 0.5], [1, 0, 0, 1], ties="stable")  # (1/1 + 2/4) / 2
     0.75
     """
-    _check_ap_mode(ties, bins)
-    values, positive, _ = checked_arrays(scores, targets, None, ndim=1, unit_range=bins is not None)
-    return _average_precision(values, positive, ties, bins)
-
-
-def per_label_average_precision(
-    scores: Array,
-    targets: Array,
-    *,
-    ties: Ties = "grouped",
-    bins: int | None = None,
-    known: Array | None = None,
-) -> Doubles:
-    """Average precision of every label: :func:`average_precision` of each column.
-
-    Args:
-        scores: ``(N, C)`` finite numbers; any scale unless ``bins`` is given.
-        targets: ``(N, C)`` zeros and ones.
-        ties: See :attr:`MetricOptions.ap_ties`.
-        bins: See :attr:`MetricOptions.ap_bins`.
-        known: ``(N, C)``; entries that are false are left out.
-
-    Returns:
-        ``(C,)``, nan for labels without positives.
-
-    >>> per_label_average_precision([[0.9, 0.1], [0.2, 0.3]], [[0, 0], [1, 0]])
-    array([0.5, nan])
-    """
-    _check_ap_mode(ties, bins)
-    values, positive, mask = checked_arrays(
-        scores, targets, known, ndim=2, unit_range=bins is not None
-    )
-    return _per_label_average_precision(values, positive, mask, ties, bins)
+    values, positive = np.asarray(scores), np.asarray(targets, np.bool_)
+    if not positive.any():
+        return math.nan
+    if bins is not None:
+        return _binned_average_precision(values, positive, bins)
+    if ties == "stable":
+        return _stable_average_precision(values, positive)
+    return _grouped_average_precision(values, positive)
 
 
 def evaluate(
@@ -252,14 +234,16 @@ def evaluate(
     ['mAP 100.0', 'O-mAP 100.0', 'CP 75.0', 'CR 100.0', 'CF1 85.7']
     """
     options = options or MetricOptions()
-    values, positive, mask = checked_arrays(scores, targets, known, ndim=2, unit_range=True)
+    values, positive, mask = checked_arrays(scores, targets, known)
     n_images, n_labels = values.shape
     tp, n_predicted = _prediction_counts(values, positive, mask, options)
     n_positive = _count(positive)
     n_known = np.full(n_labels, n_images, np.int64) if mask is None else _count(mask)
     present = n_positive > 0
 
-    ap = _per_label_average_precision(values, positive, mask, options.ap_ties, options.ap_bins)
+    ap = _per_label_average_precision(values, positive, mask, options)
+    everything = slice(None) if mask is None else mask
+    pairs, hits = values[everything].ravel(), positive[everything].ravel()
     precision, recall = _ratio(tp, n_predicted), _ratio(tp, n_positive)
     averaged = present if options.cr_over == "present" else np.ones(n_labels, np.bool_)
     cp, cr = _mean(precision[averaged], empty=0.0), _mean(recall[averaged], empty=0.0)
@@ -270,12 +254,11 @@ def evaluate(
 
     n_never_predicted = int((n_predicted == 0).sum())
     inflation = n_never_predicted if options.op_mode == "mlgcn" else 0
-    hits = int(tp.sum())
-    op = hits / max(int(n_predicted.sum()) + inflation, 1)
-    or_ = hits / max(int(n_positive.sum()), 1)
+    op = int(tp.sum()) / max(int(n_predicted.sum()) + inflation, 1)
+    or_ = int(tp.sum()) / max(int(n_positive.sum()), 1)
     return MultiLabelResult(
         map=_mean_average_precision(ap, options.empty_class),
-        o_map=_pooled_average_precision(values, positive, mask, options),
+        o_map=average_precision(pairs, hits, ties=options.ap_ties, bins=options.ap_bins),
         cp=cp,
         cr=cr,
         cf1=cf1,
@@ -366,7 +349,7 @@ def evaluate_clients(
     >>> both.pooled.map, both.mean["mAP"]  # (1/1 + 2/3) / 2, and (1 + 1) / 2
     (0.8333333333333333, 1.0)
     """
-    values, truth, mask = checked_arrays(scores, targets, known, ndim=2, unit_range=True)
+    values, truth, mask = checked_arrays(scores, targets, known)
     empty = [client for client, images in enumerate(clients) if len(images) == 0]
     if empty or not clients:
         what = f"client {empty[0]} has none" if empty else "no client was given"
@@ -410,9 +393,7 @@ class ScoreStore:
 
     def add(self, scores: Array, targets: Array, known: Array | None = None) -> None:
         """Copy one batch of ``(B, C)`` scores and targets; ``known`` as in :func:`evaluate`."""
-        values, positive, mask = checked_arrays(
-            scores, targets, known, ndim=2, unit_range=True, first_row=len(self)
-        )
+        values, positive, mask = checked_arrays(scores, targets, known, first_row=len(self))
         if self._scores and self._scores[0].shape[1] != values.shape[1]:
             raise DataError(
                 f"A batch with {values.shape[1]} labels cannot join a store with "
@@ -441,17 +422,6 @@ class ScoreStore:
 
 
 # ---------------------------------------------------------------------------- average precision
-
-
-def _average_precision(scores: Scores, positive: Bools, ties: Ties, bins: int | None) -> float:
-    """Average precision of one checked list; nan without positives."""
-    if not positive.any():
-        return math.nan
-    if bins is not None:
-        return _binned_average_precision(scores, positive, bins)
-    if ties == "stable":
-        return _stable_average_precision(scores, positive)
-    return _grouped_average_precision(scores, positive)
 
 
 def _grouped_average_precision(scores: Scores, positive: Bools) -> float:
@@ -489,8 +459,9 @@ def _binned_average_precision(scores: Scores, positive: Bools, bins: int) -> flo
 
 
 def _per_label_average_precision(
-    scores: Scores, positive: Bools, known: Bools | None, ties: Ties, bins: int | None
+    scores: Scores, positive: Bools, known: Bools | None, options: MetricOptions
 ) -> Doubles:
+    """Average precision of every label ``(C,)``; nan for labels without positives."""
     n_images, n_labels = scores.shape
     result = np.full(n_labels, np.nan)
     width = max(1, _ENTRIES_AT_ONCE // n_images)
@@ -502,20 +473,13 @@ def _per_label_average_precision(
         known_rows = None if known is None else known[:, labels].T.copy()
         for row, label in enumerate(labels):
             kept = slice(None) if known_rows is None else known_rows[row]
-            result[label] = _average_precision(
-                score_rows[row][kept], positive_rows[row][kept], ties, bins
+            result[label] = average_precision(
+                score_rows[row][kept],
+                positive_rows[row][kept],
+                ties=options.ap_ties,
+                bins=options.ap_bins,
             )
     return result
-
-
-def _pooled_average_precision(
-    scores: Scores, positive: Bools, known: Bools | None, options: MetricOptions
-) -> float:
-    if known is None:
-        pairs, hits = scores.ravel(), positive.ravel()
-    else:
-        pairs, hits = scores[known], positive[known]
-    return _average_precision(pairs, hits, options.ap_ties, options.ap_bins)
 
 
 def _mean_average_precision(ap: Doubles, empty: Literal["skip", "zero", "nan"]) -> float:
@@ -581,25 +545,19 @@ def _harmonic_mean(a: float, b: float) -> float:
 
 
 def checked_arrays(
-    scores: Array,
-    targets: Array,
-    known: Array | None,
-    *,
-    ndim: int,
-    unit_range: bool,
-    first_row: int = 0,
+    scores: Array, targets: Array, known: Array | None, first_row: int = 0
 ) -> tuple[Scores, Bools, Bools | None]:
     """Scores, positives (false where unknown) and the mask, or an error that says what is wrong."""
     values = _as_scores(scores)
     truth = _as_numpy(targets)
-    if values.ndim != ndim or values.shape != truth.shape:
+    if values.ndim != 2 or values.shape != truth.shape:
         raise DataError(
-            f"Scores have shape {values.shape} and targets {truth.shape}; both must be "
-            f"{'(images, labels)' if ndim == 2 else '(images,)'} and equal."
+            f"Scores have shape {values.shape} and targets {truth.shape}; both must be (images, "
+            "labels) and equal."
         )
     if values.size == 0:
         raise DataError(f"There is nothing to evaluate: the scores have shape {values.shape}.")
-    _check_scores(values, unit_range, first_row)
+    _check_scores(values, first_row)
     mask = None if known is None else _as_mask(known, values.shape)
     binary = _is_binary(truth)
     if mask is not None:
@@ -614,7 +572,7 @@ def checked_arrays(
     return values, positive if mask is None else positive & mask, mask
 
 
-def _check_scores(scores: Scores, unit_range: bool, first_row: int) -> None:
+def _check_scores(scores: Scores, first_row: int) -> None:
     finite = np.isfinite(scores)
     if not finite.all():
         raise DataError(
@@ -622,7 +580,7 @@ def _check_scores(scores: Scores, unit_range: bool, first_row: int) -> None:
             f"{_place(~finite, first_row)}. The model has diverged or its input is damaged; lower "
             "the learning rate, or look at that image. Such scores are never replaced by numbers."
         )
-    if unit_range and not (scores.min() >= 0 and scores.max() <= 1):
+    if not (scores.min() >= 0 and scores.max() <= 1):
         outside = (scores < 0) | (scores > 1)
         raise DataError(
             f"Scores must lie in [0, 1]; {int(outside.sum())} of {scores.size} do not, the first "
@@ -631,8 +589,8 @@ def _check_scores(scores: Scores, unit_range: bool, first_row: int) -> None:
 
 
 def _place(bad: Bools, first_row: int) -> str:
-    row, *label = (int(i) for i in np.unravel_index(int(np.argmax(bad)), bad.shape))
-    return f"row {first_row + row}" + "".join(f", label {i}" for i in label)
+    row, label = np.unravel_index(int(np.argmax(bad)), bad.shape)
+    return f"row {first_row + row}, label {label}"
 
 
 def _as_mask(known: Array, shape: tuple[int, ...]) -> Bools:
@@ -664,17 +622,3 @@ def _as_scores(values: Array) -> Scores:
     if array.dtype in (np.float16, np.float32):
         return array.astype(np.float32, copy=False)
     return array.astype(np.float64, copy=False)
-
-
-def _check_ap_mode(ties: str, bins: int | None) -> None:
-    if ties not in get_args(Ties):
-        raise ConfigError(f"{ties!r} is no way to rank ties. {nearest(ties, get_args(Ties))}")
-    if bins is not None:
-        _check_bins(bins)
-
-
-def _check_bins(bins: int) -> None:
-    if bins < 2:
-        raise ConfigError(
-            f"Average precision needs at least 2 bins, got {bins}; leave it out for exact values."
-        )
