@@ -486,13 +486,6 @@ def test_damaged_exif_data_do_not_matter() -> None:
     assert np.array_equal(decode(data, Resize(4)), decode(encoded(noise(3), "JPEG"), Resize(4)))
 
 
-def test_impossible_sizes_are_refused() -> None:
-    with pytest.raises(ConfigError, match="at least 1, not 0"):
-        Resize(0)
-    with pytest.raises(ConfigError, match=r"called 'squash'\. .*crop, pad, stretch"):
-        Resize(4, "squash")  # type: ignore[arg-type]
-
-
 # -------------------------------------------------------------------------------------- cache
 
 

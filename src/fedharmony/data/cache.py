@@ -27,7 +27,7 @@ from contextlib import closing
 from dataclasses import asdict, dataclass
 from itertools import zip_longest
 from pathlib import Path
-from typing import Any, BinaryIO, Literal, TypeAlias, get_args
+from typing import Any, BinaryIO, Literal, TypeAlias
 
 import numpy as np
 import numpy.typing as npt
@@ -39,7 +39,7 @@ from torch import Tensor
 from fedharmony.data.base import Images, TensorImages, cache_folder
 from fedharmony.data.derived import building, in_bytes, new_file
 from fedharmony.data.tree import ImageFiles
-from fedharmony.errors import ConfigError, DataError, nearest
+from fedharmony.errors import DataError
 from fedharmony.types import Index
 
 Pixels: TypeAlias = npt.NDArray[np.uint8]
@@ -93,13 +93,6 @@ class Resize:
 
     size: int
     mode: ResizeMode = "stretch"
-
-    def __post_init__(self) -> None:
-        if self.size < 1:
-            raise ConfigError(f"The image size must be at least 1, not {self.size}.")
-        if self.mode not in get_args(ResizeMode):
-            modes = nearest(self.mode, get_args(ResizeMode))
-            raise ConfigError(f"There is no way to resize called {self.mode!r}. {modes}")
 
     def nbytes(self, count: int) -> int:
         """The size of ``count`` decoded images: 3·S² bytes each.

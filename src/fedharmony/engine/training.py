@@ -25,7 +25,7 @@ from fedharmony.engine.gpu.graphs import Program, Recorder, StepInput
 from fedharmony.engine.lanes import Lanes, Trained
 from fedharmony.engine.means import Means
 from fedharmony.engine.optimise import TrainSettings, clip_gradients
-from fedharmony.engine.stacking import OneClient, StackedMessage, expand, narrow, over_clients
+from fedharmony.engine.stacking import OneClient, StackedMessage, constants, narrow, over_clients
 from fedharmony.losses import Batch
 from fedharmony.methods.base import Groups, Method, Sweep
 from fedharmony.models.base import Model, stack
@@ -48,7 +48,7 @@ class StackState:
         sums: what a sweep has folded of their last epoch, (M, ...) each.
         weights: of labels and positives in the loss, (M, C) each.
         buffers: what the model renews while it trains, (M, ...) each.
-        constants: the frozen tensors.
+        frozen: the frozen tensors.
         fixed: whether tensors must stay where they are.
         programs: recorded steps by width, rows, and whether a sweep is folded in.
     """
@@ -59,7 +59,7 @@ class StackState:
     sums: Tensors
     weights: Tensors
     buffers: Tensors
-    constants: Tensors
+    frozen: Tensors
     fixed: bool = False
     programs: dict[tuple[int, int, bool], Program] = field(default_factory=dict)
 
@@ -196,9 +196,9 @@ class Trainer:
             params = message.stacked(PARAMS)
             sums = stack([sweep.start(OneClient(params, m)) for m in range(len(clients))])
             sums = {name: tensor.to(data.device) for name, tensor in sums.items()}
+        frozen = constants(self.frozen, lanes.size, lanes.dtype)
         if not (self.means.graphs or self.means.fixed):
-            constants = self._constants(lanes)
-            return StackState(lanes, message, carry, sums, weights, buffers, constants)
+            return StackState(lanes, message, carry, sums, weights, buffers, frozen)
         groups = {"carry": carry, "sums": sums, "weights": weights, "buffers": buffers}
         key = (message.signature, *(_signature(tensors) for tensors in groups.values()))
         state = self._states.get(key)
@@ -210,7 +210,7 @@ class Trainer:
                 _placed(sums, lanes.size),
                 _placed(weights, lanes.size),
                 _placed(buffers, lanes.size),
-                self._constants(lanes),
+                frozen,
                 fixed=True,
             )
         state.message.fill(message, model=self.method.asks_received_model or self.method.pulls)
@@ -231,13 +231,6 @@ class Trainer:
         else:
             self._lanes.load(message.stacked(PARAMS))
         return self._lanes
-
-    def _constants(self, lanes: Lanes) -> Tensors:
-        """The frozen tensors of a stack, without a copy."""
-        cast = {
-            n: t.to(lanes.dtype) if t.is_floating_point() else t for n, t in self.frozen.items()
-        }
-        return expand(cast, lanes.size)
 
     # -- one step ----------------------------------------------------------------------------------
 
@@ -261,7 +254,7 @@ class Trainer:
         """One batch of each client: forward, backward, the method's pull, the optimiser."""
         method, data, dims = self.method, self.data, state.message.dims
         dtype, groups, carry = state.lanes.dtype, state.message.first(width), state.carry
-        carry, constants = narrow(carry, width), narrow(state.constants, width)
+        carry, frozen = narrow(carry, width), narrow(state.frozen, width)
         received = narrow(state.message.stacked(PARAMS), width)
         buffers = narrow(state.buffers, width)
         batch = data.batch(given.images, narrow(state.weights, width))._replace(draws=given.draws)
@@ -275,9 +268,9 @@ class Trainer:
             if method.asks_received_model:
                 with torch.no_grad():
                     theirs = {**received, **narrow(state.message.stacked(BUFFERS), width)}
-                    opinion = self.model.apply({**theirs, **constants}, images).to(dtype)
+                    opinion = self.model.apply({**theirs, **frozen}, images).to(dtype)
             batch = batch._replace(inputs=inputs(batch, groups, opinion))
-            own = {**leaves, **buffers, **constants}
+            own = {**leaves, **buffers, **frozen}
             outputs = self.in_training.apply(own, images, batch.inputs)
         outputs = outputs.to(dtype)
         if self._loss is not None:

@@ -190,7 +190,7 @@ class ViT(Backbone):
 
     def elements(self) -> int:
         """Tokens × width × blocks."""
-        return (1 + self.grid[0] * self.grid[1]) * self.width * self.config.depth
+        return (1 + self.patches) * self.width * self.config.depth
 
 
 # -- The pieces of a transformer -------------------------------------------------------------------

@@ -18,7 +18,7 @@ import torch.nn.functional as F
 from safetensors.torch import load_file
 from torch import Tensor
 
-from fedharmony.errors import ConfigError
+from fedharmony.errors import ConfigError, some
 from fedharmony.types import Tensors
 
 
@@ -167,15 +167,8 @@ def compare_shapes(
         ],
     }
     if any(differences.values()):
-        listed = "; ".join(
-            f"{kind}: {_some(names)}" for kind, names in differences.items() if names
-        )
+        listed = "; ".join(f"{kind}: {some(names)}" for kind, names in differences.items() if names)
         raise ConfigError(
             f"Weights file {path} holds the weights of another architecture. {listed}. Choose the "
             "model that the file was made for (width, depth, patch), or another file."
         )
-
-
-def _some(names: list[str], limit: int = 4) -> str:
-    more = f" and {len(names) - limit} more" if len(names) > limit else ""
-    return ", ".join(names[:limit]) + more

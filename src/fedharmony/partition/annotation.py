@@ -41,11 +41,7 @@ def client_known(
             f"Clients cannot annotate a share of {share:g} of the classes. Give a number above 0 "
             "and up to 1."
         )
-    if partition.images != len(labels):
-        raise PartitionError(
-            f"The partition divides {partition.images} images, but there are labels for "
-            f"{len(labels)}. Use the labels it was drawn from."
-        )
+    partition.refuse_other(labels)
     classes = labels.shape[1]
     count = max(1, math.floor(share * classes + 0.5))
     rng = numpy_rng(seed, "split/annotation")

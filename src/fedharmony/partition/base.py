@@ -69,6 +69,14 @@ class Partition:
         """n_k, the number of images of every client: int64 ``(K,)``."""
         return np.array([len(index) for index in self.indices], np.int64)
 
+    def refuse_other(self, labels: Labels) -> None:
+        """Refuse labels of other images than those that are divided."""
+        if self.images != len(labels):
+            raise PartitionError(
+                f"The partition divides {self.images} images, but there are labels for "
+                f"{len(labels)}. Use the labels it was drawn from."
+            )
+
     @cached_property
     def sha256(self) -> str:
         """Digest of the index lists, and of the transforms where there are any.

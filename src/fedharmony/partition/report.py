@@ -19,7 +19,6 @@ import numpy as np
 import numpy.typing as npt
 
 from fedharmony.correlation import label_correlation
-from fedharmony.errors import PartitionError
 from fedharmony.partition.base import Partition
 from fedharmony.rng import numpy_rng
 from fedharmony.types import Index, Labels
@@ -90,11 +89,7 @@ def split_report(labels: Labels, partition: Partition, seed: int) -> SplitReport
     >>> report.labels_seen_mean, report.absent_pairs, round(report.jensen_shannon, 4)
     (1.0, 2, 0.2158)
     """
-    if partition.images != len(labels):
-        raise PartitionError(
-            f"The partition divides {partition.images} images, but there are labels for "
-            f"{len(labels)}. Use the labels it was drawn from."
-        )
+    partition.refuse_other(labels)
     sizes, classes = partition.sizes, labels.shape[1]
     seen = np.concatenate([(p > 0).sum(1) for p in client_positives(labels, partition.indices)])
     held = np.sort(np.concatenate(partition.indices))

@@ -15,12 +15,12 @@ from __future__ import annotations
 import functools
 import logging
 from collections.abc import Callable, Mapping
-from typing import Any, TypeAlias
+from typing import Any
 
 import torch
 from torch import Tensor
 
-Piece: TypeAlias = Callable[..., Any]
+from fedharmony.models.base import Piece
 
 log = logging.getLogger(__name__)
 
