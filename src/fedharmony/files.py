@@ -91,11 +91,8 @@ def is_ours(path: Path) -> bool:
 def sole_writer(folder: Path) -> Iterator[None]:
     """Keep other processes from writing in ``folder`` meanwhile; readers are not hindered.
 
-    What dead processes were writing there is removed. Where the file system has no locks, that is
-    said once, and the work goes on.
-
-    Raises:
-        CheckpointError: Another process writes there, or the folder cannot be written.
+    A folder in which another process writes is refused. What dead processes were writing there is
+    removed. Where the file system has no locks, that is said once, and the work goes on.
     """
     file = folder / LOCK
     handle = _hold(file)

@@ -24,7 +24,7 @@ from torch import Tensor
 class Batch(NamedTuple):
     """One client's mini-batch beside its images.
 
-    What may be left out holds no tensor then, so that ``torch.vmap`` over a batch passes over it.
+    A field that is left out is an empty tuple or mapping, which ``torch.vmap`` passes over.
 
     Attributes:
         labels: (B, C) float, 0 or 1.

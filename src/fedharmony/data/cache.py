@@ -189,19 +189,11 @@ def decoded(
 
     Everything becomes RGB: grey, palette, CMYK and 16-bit images too; photographs are turned
     upright. An interrupted call leaves nothing behind. When two processes want the same images, one
-    decodes and the other waits for it.
+    decodes and the other waits for it. Missing and damaged files are an error, or are left out with
+    a warning that names them (``unreadable = "skip"``).
 
-    Args:
-        files: The encoded images.
-        resize: Their common size.
-        unreadable: What to do about missing and damaged files: ``"error"``, or ``"skip"`` to leave
-            them out (a warning is logged that names them).
-        folder: Where the cache is; by default :func:`cache_folder`.
-        workers: Threads that decode; by default one for each core.
-        progress: Called with the number of images done and of all, now and then.
-
-    Raises:
-        DataError: Files cannot be read, the disk is too small, or the cache folder is unwritable.
+    The cache is in ``folder`` (by default :func:`cache_folder`), one thread per core decodes unless
+    ``workers`` says otherwise, and ``progress`` hears of the number of images done and of all.
     """
     if not len(files):
         raise DataError("There are no images to decode. Check the annotations of the data set.")
@@ -240,8 +232,7 @@ class _Entry:
     def open(self) -> Decoded | None:
         """What the entry holds; None when it is missing, damaged, or lacks readable images.
 
-        Raises:
-            DataError: Its settings are not the ones its name stands for.
+        Settings that are not the ones its name stands for are refused.
         """
         try:
             stored = json.loads(self.sidecar.read_bytes())

@@ -23,7 +23,7 @@ if TYPE_CHECKING:
 Tell = Callable[[int, int], None]
 
 #: From this share of common characters on, two names look like one name and a misspelling of it.
-ALIKE = 0.8
+SIMILAR = 0.8
 #: Class names that are compared with each other: a second or so.
 MOST_COMPARED = 500
 #: Things that are tried between two reports of progress.
@@ -145,8 +145,8 @@ def look_alikes(names: Sequence[str]) -> list[tuple[str, str]]:
             if re.sub(r"\d+", "0", name) == re.sub(r"\d+", "0", other):
                 continue
             matcher.set_seq1(other.casefold())
-            quick = matcher.real_quick_ratio() >= ALIKE and matcher.quick_ratio() >= ALIKE
-            if quick and matcher.ratio() >= ALIKE:
+            quick = matcher.real_quick_ratio() >= SIMILAR and matcher.quick_ratio() >= SIMILAR
+            if quick and matcher.ratio() >= SIMILAR:
                 pairs.append((name, other))
     return pairs
 

@@ -88,11 +88,7 @@ class FileSource(Source):
 
     @abstractmethod
     def annotations(self) -> Content:
-        """Class names, training part and test part; reads no image.
-
-        Raises:
-            DataError: Something is missing or damaged; see :meth:`tree` and :meth:`require`.
-        """
+        """Class names, training part and test part; reads no image."""
 
     @abstractmethod
     def obtain(self) -> str:
@@ -125,11 +121,7 @@ class FileSource(Source):
         return counts
 
     def tree(self) -> Tree:
-        """The files at ``path``.
-
-        Raises:
-            DataError: ``path`` is not set, or there is nothing that can be read.
-        """
+        """The files at ``path``; refuses a path that is not set or cannot be read."""
         if not self.config.path:
             raise DataError(
                 f"Where are the images of data set {self.name!r}? Set data.path to the folder or "
@@ -156,10 +148,8 @@ class FileSource(Source):
     ) -> DataSet:
         """Read the annotations, and decode the images or take them from the cache.
 
-        Args:
-            progress: Called with the number of images decoded and to be decoded, for the training
-                part and then for the test part; not at all for cached images.
-            content: What :meth:`annotations` gave, if it has been asked before.
+        ``progress`` is called with the number of images decoded and to be decoded, of the training
+        part and then of the test part. ``content`` is what :meth:`annotations` gave, if asked.
         """
         content = content or self.annotations()
         self.refuse_missing(content)

@@ -333,15 +333,10 @@ class TreeImages:
 
 
 def open_tree(path: Path | str, drop: Sequence[str] = WRAPPERS) -> Tree:
-    """The tree of a folder, of an archive, or of a folder that holds archives.
+    """The tree of a folder, of an archive (:data:`ARCHIVES`), or of a folder that holds archives.
 
-    Args:
-        path: A folder or an archive (:data:`ARCHIVES`). Archives in a folder are opened only when
-            something is not found in the folder itself, those that must be unpacked last.
-        drop: Folders left out at the head of names.
-
-    Raises:
-        DataError: There is nothing at ``path``, or a file of another kind.
+    Archives in a folder are opened only when something is not found in the folder itself, those
+    that must be unpacked last. Folders in ``drop`` are left out at the head of names.
 
     >>> import tempfile
     >>> with tempfile.TemporaryDirectory() as folder:

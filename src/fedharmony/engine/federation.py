@@ -199,8 +199,8 @@ class Federation:
     ) -> Iterator[Reply]:
         """Good replies, largest clients first; drop-outs and failures only leave a note.
 
-        The order is one that a transport can train well in (clients of like size together), and
-        the same whatever the transport: sums over replies have the same bits.
+        So clients of like size come together, which a transport can train faster. The order is the
+        same for every transport, so that sums over replies have the same bits.
         """
         rate, expected = self.settings.drop_rate, self._expected(stage, state)
         lost = {k for k in sent if drops_out(rate, self.seed, round, k)}
@@ -261,9 +261,9 @@ class Federation:
 
 
 def problem(record: Record, expected: Forms, finite: bool | None = None) -> str | None:
-    """Why a reply cannot be used, or None: a tensor that is missing, or has not the form expected.
+    """Why a reply cannot be used, or None: a tensor is missing, or does not have its form.
 
-    ``finite`` says that values are known to be finite; otherwise they are looked at.
+    ``finite``: the values are known to be finite and need no look.
 
     >>> expected = {"params": {"w": Form((1,), low=0.0)}}
     >>> problem(Record({"params": {"w": torch.tensor([float("nan")])}}), expected)

@@ -101,7 +101,7 @@ class ClientMemory:
 
     def commit(self, rounds_done: int) -> None:
         """A checkpoint after ``rounds_done`` rounds stands: versions it made useless may go."""
-        for client in sorted(self._several):  # not all clients ever heard
+        for client in sorted(self._several):  # only these can lose one
             past = [t for t in self._rounds[client] if t < rounds_done]
             for round in past[:-1]:
                 self._drop(client, round)

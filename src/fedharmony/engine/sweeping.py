@@ -1,4 +1,4 @@
-"""A pass over the data of a stack of clients, without training: one per client and batch."""
+"""A pass over the data of a stack of clients, without training."""
 
 from __future__ import annotations
 
@@ -23,16 +23,7 @@ GRADIENT_BYTES = {"cpu": 1 << 28, "cuda": 1 << 33}
 
 
 class Sweeper:
-    """Sweeps over the data of stacks of clients.
-
-    Args:
-        model: whose outputs, features or gradients are looked at.
-        data: what the clients hold.
-        means: how to compute.
-        frozen: the model's frozen tensors.
-        show: from pixels to the model's input.
-        batch: images per client and step.
-    """
+    """Passes over the data of stacks of clients, ``batch`` images per client and step."""
 
     def __init__(
         self,

@@ -33,7 +33,7 @@ from fedharmony.types import BUFFERS, PARAMS, Record, Tensors
 
 #: Called with (steps done, steps in all) during local training.
 Tick = Callable[[int, int], None]
-#: Pixels, message, its client axes, draws and a type to images as the model takes them in.
+#: From pixels, message, its client axes, draws and a type to the images that the model reads.
 Show = Callable[[Tensor, Groups, Any, Tensors, torch.dtype], Tensor]
 
 
@@ -64,7 +64,7 @@ class StackState:
     programs: dict[tuple[int, int, bool], Program] = field(default_factory=dict)
 
     def keep(self, group: str, tensors: Tensors, width: int) -> None:
-        """The carry, or the sums, of the first ``width`` clients after a step."""
+        """Write the carry, or the sums, of the first ``width`` clients to their place."""
         held: Tensors = getattr(self, group)
         for name, tensor in tensors.items():
             place = held[name][:width]
@@ -73,18 +73,7 @@ class StackState:
 
 
 class Trainer:
-    """Trains stacks of clients on one device.
-
-    Args:
-        model: what is trained, compiled where ``means`` says so.
-        method: whose client functions are run.
-        settings: of local training.
-        data: what the clients hold.
-        means: how to compute.
-        frozen: the model's frozen tensors.
-        changes: random changes of training images.
-        show: from pixels to the model's input.
-    """
+    """Trains stacks of clients on one device; ``model`` is compiled where ``means`` says so."""
 
     def __init__(
         self,
@@ -107,7 +96,7 @@ class Trainer:
         self._recorder = Recorder() if means.graphs else None
 
     def rows(self, client: int) -> int:
-        """Rows of a batch that a stack needs whose largest client this is."""
+        """Rows of a batch in a stack whose largest client this is."""
         return self.means.rows(self.data.sizes[client], self.settings.batch_size)
 
     def train(
@@ -137,7 +126,7 @@ class Trainer:
         final = data.upload(plan.final_epoch(settings.epochs, lanes.size)) if sweep else None
         for first, last, width, folds in plan.segments(settings.epochs if sweep else None):
             wide = min(lanes.size, means.width(width))
-            if width < min(wide, lowest):  # their lanes are still computed, without effect on them
+            if width < min(wide, lowest):  # these are done, but their lanes are computed further
                 lanes.save(width, min(wide, lowest))
                 lowest = width
             step = self._program(state, wide, index.shape[2], sweep if folds else None)
@@ -170,12 +159,12 @@ class Trainer:
         self._lanes = None
 
     def _index(self, plan: Plan, index: Tensor, step: int, width: int) -> Tensor:
-        """Image indices (width, B) of a step; without padding, where it would have an effect."""
+        """Image indices (width, B) of a step; without padding where images affect each other."""
         rows = plan.rows(step, width) if self.model.backbone.mixes_images else index.shape[2]
         return index[step, :width, :rows]
 
     def _shown(self, steps: Iterable[Tensor]) -> Iterator[tuple[Tensor, Tensor | None]]:
-        """Indices of the steps to come; with pixels, unless the step fetches them itself."""
+        """The indices of each step, with their pixels unless the step fetches them itself."""
         if self.data.resident:
             return ((index, None) for index in steps)
         return self.data.gathered(steps)
@@ -185,7 +174,7 @@ class Trainer:
     def _prepared(
         self, round: int, clients: Sequence[int], messages: Sequence[Record], sweep: Sweep | None
     ) -> StackState:
-        """Lanes that hold the received model, and everything else where steps find it."""
+        """What the steps read and write: lanes with the received model, and all the rest."""
         data, message = self.data, StackedMessage(messages)
         lanes = self._loaded_lanes(message, len(clients))
         carry = self.method.carries([data.view(k, round) for k in clients], messages)

@@ -176,14 +176,8 @@ def average_precision(
     ``AP = Σ_n (R_n − R_{n−1}) P_n``, without interpolation. Equivalently the mean, over positives,
     of the precision among all entries that score at least as high.
 
-    Args:
-        scores: ``(N,)`` finite numbers; any scale, but in [0, 1] with ``bins``.
-        targets: ``(N,)`` zeros and ones.
-        ties: See :attr:`MetricOptions.ap_ties`.
-        bins: See :attr:`MetricOptions.ap_bins`; ties are then always grouped.
-
-    Returns:
-        The average precision, or nan when there is no positive.
+    Scores are finite numbers ``(N,)`` of any scale, but in [0, 1] with ``bins``. Without a positive
+    the result is nan. ``ties`` and ``bins``: see :class:`MetricOptions`; bins always group ties.
 
     >>> average_precision([0.9, 0.8, 0.7], [1, 0, 1])  # (1/1 + 2/3) / 2
     0.8333333333333333
@@ -291,12 +285,9 @@ def trivial_baselines(
     With grouped ties the average precision of a constant score is the label's prevalence, so all
     three share one mAP: that of a model which has learnt nothing.
 
-    Args:
-        targets: ``(N, C)`` zeros and ones of the test set.
-        options: Conventions, as for :func:`evaluate`.
-        prevalence: ``(C,)`` training prevalence in [0, 1] for the first baseline; by default that
-            of ``targets`` (an optimistic choice, since a model does not know it).
-        known: ``(N, C)``; entries that are false are left out.
+    ``prevalence`` ``(C,)`` is that of the training images, for the first baseline; by default that
+    of ``targets`` (an optimistic choice, since a model does not know it). The other arguments are
+    those of :func:`evaluate`.
 
     >>> floor = trivial_baselines([[1, 0], [1, 0], [0, 1], [0, 0]])
     >>> [(name, result.map, result.cr) for name, result in floor.items()]
@@ -335,14 +326,8 @@ def evaluate_clients(
     The two are different quantities. Most labels have no positive in a small client, and the few
     that have compete with a handful of images: with rare labels, the mean of client mAPs is far
     higher than the mAP of the same predictions. Report the pooled number; the mean describes the
-    experience of a single client.
-
-    Args:
-        scores: ``(N, C)`` in [0, 1].
-        targets: ``(N, C)`` zeros and ones.
-        clients: For each client the indices of its images; must not be empty.
-        options: Conventions, as for :func:`evaluate`.
-        known: ``(N, C)``; entries that are false count in no metric.
+    experience of a single client. ``clients`` are the indices of each client's images, at least one
+    each; the other arguments are those of :func:`evaluate`.
 
     >>> scores, targets = [[0.9], [0.8], [0.7], [0.1]], [[1], [0], [1], [0]]
     >>> both = evaluate_clients(scores, targets, [np.array([0, 1]), np.array([2, 3])])

@@ -64,12 +64,8 @@ def resize_positions(positions: Tensor, grid: tuple[int, int]) -> Tensor:
     >>> resize_positions(torch.zeros(1, 1 + 14 * 14, 8), (9, 12)).shape
     torch.Size([1, 109, 8])
 
-    Args:
-        positions: (1, 1 + patches, D).
-        grid: rows and columns wanted.
-
-    Returns:
-        (1, 1 + rows · columns, D); ``positions`` itself where its grid cannot be told.
+    (1, 1 + patches, D) gives (1, 1 + rows · columns, D); where the grid of ``positions`` cannot be
+    told, they stay as they are.
     """
     patches = positions.shape[1] - 1
     side = math.isqrt(patches)

@@ -119,12 +119,7 @@ class Partition:
     def load(cls, path: str | Path, images: int | None = None) -> Partition:
         """Read a file written by :meth:`save`, and verify it.
 
-        Args:
-            path: The file.
-            images: N of the data set it is to be used with; None accepts the file's own.
-
-        Raises:
-            PartitionError: The file is missing, damaged, was changed, or belongs to other data.
+        ``images`` is N of the data set it is to be used with; None accepts the file's own.
         """
         path = Path(path)
         try:
@@ -254,9 +249,6 @@ class Splitter(ABC):
         """Divide the images, and check the result; arguments as in :meth:`split`.
 
         Without a number of ``clients`` there are :meth:`default_clients`.
-
-        Raises:
-            PartitionError: The request cannot be met.
         """
         images = len(labels)
         if clients is None:

@@ -66,10 +66,7 @@ class ClasswiseDirichlet(Splitter):
     def classes(self, labels: Labels, seed: int, rng: np.random.Generator) -> Index:
         """The class of every image, int64 ``(N,)``, from 0; classes may be empty.
 
-        Args:
-            labels: Y, uint8 ``(N, C)``.
-            seed: For libraries that take a seed.
-            rng: The generator of the split, for other draws.
+        Draws come from ``rng``, the split's generator; libraries that want a seed get ``seed``.
         """
 
     def split(

@@ -96,12 +96,8 @@ def shards_per_label(sizes: list[int], clients: int, owned: int) -> Index:
 
     One shard for each label; the others, up to K · s in all, one by one to the label whose shards
     are the largest. A label has at most K shards, one per client, and every shard an image. There
-    are at least K shards, so every client gets one.
-
-    Args:
-        sizes: Images of every label, at least one each and K in all.
-        clients: K.
-        owned: Labels per client s, with K · s >= the number of labels.
+    are at least K shards, so every client gets one. ``sizes`` are the images of every label, at
+    least one each and K in all; ``owned`` is s, with K · s >= the number of labels.
 
     >>> shards_per_label([60, 30, 2], clients=5, owned=2).tolist()   # of 12, 7 or 8, and 2 images
     [5, 4, 1]
