@@ -8,7 +8,7 @@ keeps the trace.
 from __future__ import annotations
 
 import difflib
-from collections.abc import Iterable, Sequence
+from collections.abc import Iterable
 from typing import Any
 
 #: Characters of a value that a message repeats.
@@ -83,7 +83,7 @@ def shown(value: Any) -> str:
     return text if len(text) <= SHOWN else f"{text[:SHOWN]}..."
 
 
-def some(names: Sequence[str]) -> str:
+def some(names: list[str] | tuple[str, ...]) -> str:
     """The first names of a list for messages, and how many more there are.
 
     >>> some(list("abc")), some(list("abcdefgh"))

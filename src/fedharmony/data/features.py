@@ -23,7 +23,7 @@ import io
 import zipfile
 from array import array
 from collections.abc import Callable, Mapping, Sequence
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 from operator import itemgetter
 from pathlib import Path
 from typing import Annotated, Any, Literal, TypeAlias
@@ -362,13 +362,15 @@ class Samples:
 
     def some(self, rows: Index) -> Samples:
         """The samples at ``rows``."""
-        return replace(
-            self,
-            values=self.values[rows],
-            labels=self.labels[rows],
-            ids=None if self.ids is None else tuple(self.ids[i] for i in rows),
-            users=None if self.users is None else self.users[rows],
-            splits=None,
+        return Samples(
+            self.where,
+            self.features,
+            self.classes,
+            self.values[rows],
+            self.labels[rows],
+            None if self.ids is None else tuple(self.ids[i] for i in rows),
+            None if self.users is None else self.users[rows],
+            None,
         )
 
     def as_images(self) -> LabelledImages:

@@ -235,9 +235,7 @@ def evaluate(
     n_known = np.full(n_labels, n_images, np.int64) if mask is None else _count(mask)
     present = n_positive > 0
 
-    ap = _per_label_average_precision(values, positive, mask, options)
-    everything = slice(None) if mask is None else mask
-    pairs, hits = values[everything].ravel(), positive[everything].ravel()
+    ap = _per_label_average_precision(values, positive, mask, options.ap_ties, options.ap_bins)
     precision, recall = _ratio(tp, n_predicted), _ratio(tp, n_positive)
     averaged = present if options.cr_over == "present" else np.ones(n_labels, np.bool_)
     cp, cr = _mean(precision[averaged], empty=0.0), _mean(recall[averaged], empty=0.0)
@@ -248,11 +246,12 @@ def evaluate(
 
     n_never_predicted = int((n_predicted == 0).sum())
     inflation = n_never_predicted if options.op_mode == "mlgcn" else 0
-    op = int(tp.sum()) / max(int(n_predicted.sum()) + inflation, 1)
-    or_ = int(tp.sum()) / max(int(n_positive.sum()), 1)
+    hits = int(tp.sum())
+    op = hits / max(int(n_predicted.sum()) + inflation, 1)
+    or_ = hits / max(int(n_positive.sum()), 1)
     return MultiLabelResult(
         map=_mean_average_precision(ap, options.empty_class),
-        o_map=average_precision(pairs, hits, ties=options.ap_ties, bins=options.ap_bins),
+        o_map=_pooled_average_precision(values, positive, mask, options),
         cp=cp,
         cr=cr,
         cf1=cf1,
@@ -444,9 +443,8 @@ def _binned_average_precision(scores: Scores, positive: Bools, bins: int) -> flo
 
 
 def _per_label_average_precision(
-    scores: Scores, positive: Bools, known: Bools | None, options: MetricOptions
+    scores: Scores, positive: Bools, known: Bools | None, ties: Ties, bins: int | None
 ) -> Doubles:
-    """Average precision of every label ``(C,)``; nan for labels without positives."""
     n_images, n_labels = scores.shape
     result = np.full(n_labels, np.nan)
     width = max(1, _ENTRIES_AT_ONCE // n_images)
@@ -459,12 +457,19 @@ def _per_label_average_precision(
         for row, label in enumerate(labels):
             kept = slice(None) if known_rows is None else known_rows[row]
             result[label] = average_precision(
-                score_rows[row][kept],
-                positive_rows[row][kept],
-                ties=options.ap_ties,
-                bins=options.ap_bins,
+                score_rows[row][kept], positive_rows[row][kept], ties=ties, bins=bins
             )
     return result
+
+
+def _pooled_average_precision(
+    scores: Scores, positive: Bools, known: Bools | None, options: MetricOptions
+) -> float:
+    if known is None:
+        pairs, hits = scores.ravel(), positive.ravel()
+    else:
+        pairs, hits = scores[known], positive[known]
+    return average_precision(pairs, hits, ties=options.ap_ties, bins=options.ap_bins)
 
 
 def _mean_average_precision(ap: Doubles, empty: Literal["skip", "zero", "nan"]) -> float:
