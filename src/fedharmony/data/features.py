@@ -248,7 +248,7 @@ class Features(Source):
             texts.get("split"),
         )
 
-    def _classes(self, sheet: Sheet, free: Sequence[str]) -> dict[str, str]:
+    def _classes(self, sheet: Sheet, free: list[str]) -> dict[str, str]:
         """The label columns and the classes that they stand for."""
         config, count = self.config, self.config.label_count
         named = config.labels or (() if count else sheet.labels)
