@@ -8,7 +8,7 @@ import torch
 from safetensors.torch import load_file, save_file
 
 from fedharmony.errors import ConfigError
-from fedharmony.models import InputSpec, Model, stack
+from fedharmony.models.base import InputSpec, Model, stack
 from fedharmony.models.heads import LinearHead
 from fedharmony.models.vit import ViT, ViTTiny
 from fedharmony.models.weights import load_weights, resize_positions

@@ -21,7 +21,7 @@ import json
 import logging
 import os
 from collections import deque
-from collections.abc import Callable, Generator
+from collections.abc import Callable, Generator, Sequence
 from concurrent.futures import Future, ThreadPoolExecutor
 from contextlib import closing
 from dataclasses import asdict, dataclass
@@ -273,7 +273,7 @@ class _Entry:
         kept = np.delete(np.arange(len(self.files), dtype=np.int64), [i for i, *_ in unread])
         identity = hashlib.sha256(f"{len(kept)} {self.resize.size} {sums}".encode()).hexdigest()
         images = MappedImages(self.pixels, len(kept), self.resize.size, identity)
-        return Decoded(images, kept, _pairs(unread))
+        return Decoded(images, kept, tuple((name, reason) for _, name, reason in unread))
 
     def _refuse_other(self, settings: dict[str, Any]) -> None:
         differing = [
@@ -330,12 +330,12 @@ class _Entry:
                 done += len(pixels) + len(troubles)
                 unread += [(i, self.files.name(i), reason) for i, reason in troubles]
                 if unreadable == "error" and len(unread) > PATIENCE:
-                    report = _report(_pairs(unread), done)
+                    report = _report(unread, done)
                     raise DataError(f"{report} The search stopped there. {ADVICE}")
                 if progress is not None:
                     progress(done, count)
         if len(unread) == count:
-            report = _report(_pairs(unread), count)
+            report = _report(unread, count)
             raise DataError(f"{report} Nothing is left. Fetch or unpack the data again.")
         return unread
 
@@ -480,12 +480,8 @@ def _square(image: Image.Image, resize: Resize) -> Image.Image:
     return square
 
 
-def _pairs(unread: list[_Unread]) -> tuple[tuple[str, str], ...]:
-    return tuple((name, reason) for _, name, reason in unread)
-
-
-def _report(unread: tuple[tuple[str, str], ...], count: int) -> str:
-    named = "; ".join(f"{name} ({reason})" for name, reason in unread[:NAMED])
+def _report(unread: Sequence[_Unread] | Sequence[tuple[str, str]], count: int) -> str:
+    named = "; ".join(f"{name} ({reason})" for *_, name, reason in unread[:NAMED])
     more = f"; and {len(unread) - NAMED:,} more" if len(unread) > NAMED else ""
     return f"{len(unread):,} of {count:,} images cannot be read: {named}{more}."
 

@@ -207,18 +207,14 @@ class Table(FileSource):
                 main.where, main.images, main.users or None, main.splits or None
             )
             train, test = (main.part(tree, rows, values[rows]) for rows in divided)
+        sign = repr(SEPARATOR) if joined else "0"
         for word, part in (("training", train), ("test", test)):
             if part.known is not None and not part.known.any():
                 raise DataError(
                     f"No label of any {word} image is known in {tree.where}: every cell is empty. "
-                    f"{self._none_of_them()}"
+                    f"If the images have none of the labels, write {sign} instead."
                 )
         return classes, train, test
-
-    def _none_of_them(self) -> str:
-        """How to say that an image has none of the labels."""
-        sign = repr(SEPARATOR) if self.config.format == "joined" else "0"
-        return f"If the images have none of the labels, write {sign} instead."
 
     def check(self, tell: Tell | None = None) -> Check:
         """Say what the table holds, doubt names that look alike, and decode every image."""
