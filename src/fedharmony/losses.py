@@ -130,7 +130,10 @@ def task_loss(settings: LossSettings, logits: Tensor, batch: Batch) -> Tensor:
     >>> round(float(task_loss(LossSettings("focal"), torch.zeros(1, 2), batch)), 4)  # ¼ log 2
     0.1733
     """
-    return _weighted_mean(entries(settings, logits, batch), batch.counted)
+    weights = batch.counted
+    # The floor is below any weight: it takes effect only where nothing counts.
+    total = weights.sum((-2, -1)).clamp(min=torch.finfo(weights.dtype).tiny)
+    return (entries(settings, logits, batch) * weights).sum((-2, -1)) / total
 
 
 def entries(settings: LossSettings, logits: Tensor, batch: Batch) -> Tensor:
@@ -167,13 +170,6 @@ def entries(settings: LossSettings, logits: Tensor, batch: Batch) -> Tensor:
             log_absence = _shifted(F.logsigmoid(-logits), settings.asymmetric_margin)
             negative = _focused(log_absence, settings.asymmetric_gamma_neg)
     return labels * positive + (1.0 - labels) * negative
-
-
-def _weighted_mean(values: Tensor, weights: Tensor) -> Tensor:
-    """``Σ w v / Σ w`` over the last two dimensions; 0 where all weights are."""
-    # The floor is below any weight: it takes effect only where nothing counts.
-    total = weights.sum((-2, -1)).clamp(min=torch.finfo(weights.dtype).tiny)
-    return (values * weights).sum((-2, -1)) / total
 
 
 def _focused(log_likelihood: Tensor, gamma: float) -> Tensor:

@@ -14,7 +14,7 @@ from collections.abc import Iterable, Mapping
 from dataclasses import asdict, dataclass, field
 from functools import cached_property
 from pathlib import Path
-from typing import Any, ClassVar, final
+from typing import Any, ClassVar, TypeAlias, final
 
 import numpy as np
 import numpy.typing as npt
@@ -25,6 +25,9 @@ from fedharmony.registry import Registry
 from fedharmony.types import Index, Labels
 
 splitters: Registry[type[Splitter]] = Registry("splitter", "fedharmony.partition")
+
+#: The natural owner of every image, ``(N,)``, where the data have owners.
+Owners: TypeAlias = npt.NDArray[Any] | None
 
 FORMAT = "fedharmony-partition-1"
 #: K where neither the settings nor the data say how many clients there are.
@@ -218,33 +221,27 @@ class Splitter(ABC):
         self.config = type(self).Config() if config is None else config
 
     @abstractmethod
-    def split(
-        self, labels: Labels, clients: int, seed: int, users: npt.NDArray[Any] | None = None
-    ) -> list[Index]:
+    def split(self, labels: Labels, clients: int, seed: int, users: Owners = None) -> list[Index]:
         """Divide N images among K clients.
 
         Args:
             labels: Y, uint8 ``(N, C)``.
             clients: K, with 1 <= K <= N.
             seed: All draws derive from it.
-            users: ``(N,)``, the natural owner of every image, where the data have owners.
+            users: The natural owners.
 
         Returns:
             K sorted, disjoint, non-empty int64 arrays that hold every image once; some images may
             be missing where ``covers`` is False.
         """
 
-    def default_clients(self, users: npt.NDArray[Any] | None) -> int:
+    def default_clients(self, users: Owners) -> int:
         """K when the caller names none; ``users`` as in :meth:`split`."""
         return DEFAULT_CLIENTS
 
     @final
     def partition(
-        self,
-        labels: Labels,
-        clients: int | None,
-        seed: int,
-        users: npt.NDArray[Any] | None = None,
+        self, labels: Labels, clients: int | None, seed: int, users: Owners = None
     ) -> Partition:
         """Divide the images, and check the result; arguments as in :meth:`split`.
 

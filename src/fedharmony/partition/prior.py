@@ -19,13 +19,13 @@ from __future__ import annotations
 
 import math
 from dataclasses import dataclass
-from typing import Annotated, Any, TypeAlias
+from typing import Annotated, TypeAlias
 
 import numpy as np
 import numpy.typing as npt
 from annotated_types import Ge, Le
 
-from fedharmony.partition.base import Splitter, by_owner, splitters
+from fedharmony.partition.base import Owners, Splitter, by_owner, splitters
 from fedharmony.partition.dirichlet import smallest_client
 from fedharmony.partition.quantity import dirichlet_sizes, lifted
 from fedharmony.rng import numpy_rng
@@ -67,9 +67,7 @@ class PriorDirichlet(Splitter):
 
     config: Config
 
-    def split(
-        self, labels: Labels, clients: int, seed: int, users: npt.NDArray[Any] | None = None
-    ) -> list[Index]:
+    def split(self, labels: Labels, clients: int, seed: int, users: Owners = None) -> list[Index]:
         """See :meth:`Splitter.split`."""
         rng = numpy_rng(seed, "split/prior_dirichlet")
         sizes = self._sizes(len(labels), clients, rng)

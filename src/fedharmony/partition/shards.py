@@ -10,14 +10,13 @@ from __future__ import annotations
 
 import heapq
 from dataclasses import dataclass
-from typing import Annotated, Any
+from typing import Annotated
 
 import numpy as np
-import numpy.typing as npt
 from annotated_types import Ge
 
 from fedharmony.errors import PartitionError
-from fedharmony.partition.base import Splitter, by_owner, splitters
+from fedharmony.partition.base import Owners, Splitter, by_owner, splitters
 from fedharmony.partition.dirichlet import Pivot, members_of, pivot_labels
 from fedharmony.rng import numpy_rng
 from fedharmony.types import Index, Labels
@@ -51,9 +50,7 @@ class Shards(Splitter):
 
     config: Config
 
-    def split(
-        self, labels: Labels, clients: int, seed: int, users: npt.NDArray[Any] | None = None
-    ) -> list[Index]:
+    def split(self, labels: Labels, clients: int, seed: int, users: Owners = None) -> list[Index]:
         """See :meth:`Splitter.split`."""
         rng = numpy_rng(seed, "split/shards")
         members = members_of(pivot_labels(labels, self.config.pivot, rng))
