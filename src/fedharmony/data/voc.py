@@ -39,26 +39,9 @@ Bools: TypeAlias = npt.NDArray[np.bool_]
 
 #: The 20 classes in label order, which is alphabetical.
 CLASSES = (
-    "aeroplane",
-    "bicycle",
-    "bird",
-    "boat",
-    "bottle",
-    "bus",
-    "car",
-    "cat",
-    "chair",
-    "cow",
-    "diningtable",
-    "dog",
-    "horse",
-    "motorbike",
-    "person",
-    "pottedplant",
-    "sheep",
-    "sofa",
-    "train",
-    "tvmonitor",
+    *("aeroplane", "bicycle", "bird", "boat", "bottle", "bus", "car", "cat", "chair", "cow"),
+    *("diningtable", "dog", "horse", "motorbike", "person"),
+    *("pottedplant", "sheep", "sofa", "train", "tvmonitor"),
 )
 INDEX = {name: c for c, name in enumerate(CLASSES)}
 
@@ -129,7 +112,6 @@ class Voc(FileSource):
         test_set: ImageSet | None = None
 
         def __post_init__(self) -> None:
-            """Refuse sets that cannot be read, or that share images."""
             train, test = self.sets
             if self.year == "2012" and "test" in (train, test):
                 raise ConfigError(

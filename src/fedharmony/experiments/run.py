@@ -10,6 +10,7 @@ from dataclasses import replace
 import torch
 import torch.distributed as dist
 
+from fedharmony.config import flat
 from fedharmony.data.base import DataSet
 from fedharmony.engine.federation import Event
 from fedharmony.engine.memory import SEALS, ClientMemory
@@ -22,6 +23,7 @@ from fedharmony.experiments.machine import switch_torch, with_threads
 from fedharmony.experiments.outlook import outlook
 from fedharmony.experiments.scores import save_examples, save_scores, scores_of
 from fedharmony.experiments.settings import Settings
+from fedharmony.experiments.trackers.base import Subject, Tracking, refuse_missing
 from fedharmony.files import refuse_if_held
 from fedharmony.partition.report import split_report
 from fedharmony.terminal import warn_once
@@ -40,6 +42,7 @@ def start(
     nothing.
     """
     settings = with_threads(settings)
+    refuse_missing(settings.run.track)
     switch_torch(settings.engine)
     if crew().leads:
         folder.refuse_if_taken(settings)
@@ -69,6 +72,7 @@ def resume(
         settings = replace(settings, engine=replace(settings.engine, device=device))
     if (results := finished(folder)) is not None:
         return results
+    refuse_missing(settings.run.track)
     switch_torch(settings.engine)
     with _writing(folder):
         if not folder.checkpoint.exists():  # killed before round 0
@@ -141,10 +145,12 @@ def _rounds(assembly: Assembly, folder: RunFolder, saved: Saved, observe: Observ
         )
     memory.rewind(first)
     log = EventLog(folder.events, saved.events) if crew().leads else None
+    track = _tracking(settings, folder, first)
 
     def record(event: Event) -> None:
         if log is not None:
             log.append(event)
+            track(event)
             observe(event)
 
     def after_round(round: int, state: Record) -> None:
@@ -189,15 +195,24 @@ def _rounds(assembly: Assembly, folder: RunFolder, saved: Saved, observe: Observ
         memory.forget()
         return {}
     (evaluation,) = latest
-    folder.save_tensors("matrices.safetensors", matrices(assembly, state, evaluation.structure))
+    found = matrices(assembly, state, evaluation.structure)
+    folder.save_tensors("matrices.safetensors", found)
     scores = scores_of(evaluation.scores, assembly.data.test, assembly.data.classes)
     save_scores(folder.path, scores, settings.run.scores)
     save_examples(folder.path, assembly.data.test, settings.run.examples)
     record({"event": "finish", "status": "completed", "seconds": time.perf_counter() - began})
     results = summarise(assembly, state, evaluation, folder.read_events())
     memory.forget()  # no round is left that could ask for it
+    track.finish(results, {n: t.double().cpu().numpy() for n, t in found.items() if t.ndim == 2})
     folder.write_json("results.json", results)  # last: with it the run is complete
     return results
+
+
+def _tracking(settings: Settings, folder: RunFolder, first: int) -> Tracking:
+    """The trackers of a run; of several processes, the first has them."""
+    names = settings.run.track if crew().leads else ()
+    name = f"{settings.label} seed {settings.run.seed}"
+    return Tracking(names, Subject(folder.path, name, flat(settings.tree()), first))
 
 
 def _sum_of_all(seal: int, device: torch.device) -> int:
