@@ -30,8 +30,7 @@ from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, field
 from pathlib import Path
-from typing import Annotated as Limited
-from typing import Any, BinaryIO, Literal, NamedTuple, TypeAlias, TypeVar
+from typing import Annotated, Any, BinaryIO, Literal, NamedTuple, TypeAlias, TypeVar
 
 import numpy as np
 from annotated_types import Ge, Gt, Lt
@@ -48,7 +47,7 @@ from fedharmony.data.check import (
     failures,
     wrong_separator,
 )
-from fedharmony.data.file_source import AnnotatedFiles, FileSource, missing_files
+from fedharmony.data.file_source import AnnotatedFiles, Content, FileSource, missing_files
 from fedharmony.data.tree import Tree, open_tree
 from fedharmony.errors import ConfigError, DataError, nearest
 from fedharmony.rng import numpy_rng
@@ -95,9 +94,9 @@ class Division:
 
     train_split: str = "train"
     test_split: str = "test"
-    test_fraction: Limited[float, Gt(0), Lt(1)] = 0.2
+    test_fraction: Annotated[float, Gt(0), Lt(1)] = 0.2
     hold_out: Literal["", "users", "images"] = ""
-    seed: Limited[int, Ge(0)] = 0
+    seed: Annotated[int, Ge(0)] = 0
 
     def __post_init__(self) -> None:
         if _split(self.train_split) == _split(self.test_split):
@@ -188,7 +187,7 @@ class Table(FileSource):
         super().tree()  # refuses a path that is not there
         return open_tree(self.config.path, drop=())
 
-    def annotations(self) -> tuple[tuple[str, ...], AnnotatedFiles, AnnotatedFiles]:
+    def annotations(self) -> Content:
         """The classes, and the rows of the table as training and test part."""
         tree, config = self.tree(), self.config
         joined = config.format == "joined"
