@@ -15,7 +15,13 @@ import torch
 from torch import Tensor
 
 from fedharmony.engine.gpu.compiled import CompiledRows
-from fedharmony.engine.optimise import MOMENTS, TrainSettings, adam_corrections, adam_step, sgd_step
+from fedharmony.engine.optimise import (
+    MOMENTS,
+    TrainSettings,
+    adam_corrections,
+    adam_step,
+    sgd_step,
+)
 from fedharmony.types import LARGEST, Layout, Packed, Tensors
 
 #: A parameter with so many numbers has memory of its own, over which the optimiser passes alone.
