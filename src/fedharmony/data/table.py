@@ -49,7 +49,7 @@ from fedharmony.data.check import (
 )
 from fedharmony.data.file_source import AnnotatedFiles, Content, FileSource, missing_files
 from fedharmony.data.tree import Tree, open_tree
-from fedharmony.errors import ConfigError, DataError, nearest
+from fedharmony.errors import ConfigError, DataError, nearest, shown
 from fedharmony.rng import numpy_rng
 from fedharmony.types import Index, Labels
 
@@ -580,15 +580,7 @@ class ColumnCells:
 
     def add(self, cells: list[str]) -> None:
         """See :meth:`JoinedCells.add`."""
-        try:
-            self._values += bytes(map(CELLS.__getitem__, cells))
-        except KeyError:
-            at = next(i for i, cell in enumerate(cells) if cell not in CELLS)
-            name = self._classes[at]
-            raise RowError(
-                f"column {name!r} holds {cells[at]!r}, which is not 0, 1 or empty; if {name!r} is "
-                "not a class, name it in data.ignore."
-            ) from None
+        self._values += label_values(cells, self._classes)
 
     def finish(self) -> tuple[tuple[str, ...], Labels]:
         """See :meth:`JoinedCells.finish`."""
@@ -597,6 +589,18 @@ class ColumnCells:
 
 
 LabelCells: TypeAlias = JoinedCells | ColumnCells
+
+
+def label_values(cells: Sequence[str], names: Sequence[str]) -> bytes:
+    """What a row has under its label columns: 0, 1 or :data:`UNKNOWN` each."""
+    try:
+        return bytes(map(CELLS.__getitem__, cells))
+    except KeyError:
+        cell, name = next(pair for pair in zip(cells, names, strict=True) if pair[0] not in CELLS)
+        raise RowError(
+            f"column {name!r} holds {shown(cell)}, which is not 0, 1 or empty; if {name!r} is not "
+            "a class, name it in data.ignore."
+        ) from None
 
 
 # Reading ------------------------------------------------------------------------------------------
