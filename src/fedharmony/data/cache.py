@@ -21,7 +21,7 @@ import json
 import logging
 import os
 from collections import deque
-from collections.abc import Callable, Generator, Sequence
+from collections.abc import Generator, Sequence
 from concurrent.futures import Future, ThreadPoolExecutor
 from contextlib import closing
 from dataclasses import asdict, dataclass
@@ -37,6 +37,7 @@ from PIL import __version__ as pillow_version
 from torch import Tensor
 
 from fedharmony.data.base import Images, TensorImages, cache_folder
+from fedharmony.data.check import Tell
 from fedharmony.data.derived import building, in_bytes, new_file
 from fedharmony.data.tree import ImageFiles
 from fedharmony.errors import DataError
@@ -185,7 +186,7 @@ def decoded(
     unreadable: Unreadable = "error",
     folder: Path | None = None,
     workers: int | None = None,
-    progress: Callable[[int, int], None] | None = None,
+    progress: Tell | None = None,
 ) -> Decoded:
     """The images of ``files`` at one size, from the cache or decoded into it.
 
@@ -290,9 +291,7 @@ class _Entry:
                 "decoded again."
             )
 
-    def make(
-        self, unreadable: Unreadable, workers: int, progress: Callable[[int, int], None] | None
-    ) -> Decoded:
+    def make(self, unreadable: Unreadable, workers: int, progress: Tell | None) -> Decoded:
         """Decode all files; the sidecar comes last and makes the entry valid."""
         count, side = len(self.files), self.resize.size
         size = self.resize.nbytes(count)
@@ -320,7 +319,7 @@ class _Entry:
         sums: _Checksums,
         unreadable: Unreadable,
         workers: int,
-        progress: Callable[[int, int], None] | None,
+        progress: Tell | None,
     ) -> list[_Unread]:
         """Write the readable images in order; returns index, name and trouble of the others."""
         count, done = len(self.files), 0

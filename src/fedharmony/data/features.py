@@ -39,7 +39,6 @@ from fedharmony.data.arff import Sheet, labels_of_xml, read_arff
 from fedharmony.data.base import DataSet, Images, LabelledImages, Source, TensorImages, datasets
 from fedharmony.data.check import Check, Tell, counts_of, doubts_about, facts_of
 from fedharmony.data.table import (
-    CELLS,
     SPLIT_COLUMNS,
     UNKNOWN,
     USER_COLUMNS,
@@ -48,6 +47,7 @@ from fedharmony.data.table import (
     Row,
     RowError,
     csv_rows,
+    label_values,
     parquet_rows,
     repeated,
 )
@@ -256,7 +256,7 @@ class Features(Source):
             try:
                 header.refuse_other_width(row.cells)
                 values.extend(_numbers(x(row.cells), features))
-                labels += _label_values(y(row.cells), list(classes))
+                labels += label_values(y(row.cells), list(classes))
                 for role, i in at.items():
                     texts[role].append(self._text(role, row, row.cells[i], ids))
             except RowError as problem:
@@ -532,17 +532,6 @@ def _numbers(cells: Sequence[str], names: Sequence[str]) -> list[float]:
         if not abs(number) <= LARGEST:
             raise RowError(f"column {name!r} holds {shown(cell)}, which is not a finite number.")
     return numbers
-
-
-def _label_values(cells: Sequence[str], names: Sequence[str]) -> bytes:
-    """The labels of a row."""
-    try:
-        return bytes(map(CELLS.__getitem__, cells))
-    except KeyError:
-        at = next(i for i, cell in enumerate(cells) if cell not in CELLS)
-        raise RowError(
-            f"label column {names[at]!r} holds {shown(cells[at])}, which is not 0, 1 or empty."
-        ) from None
 
 
 def _refuse_where(

@@ -8,7 +8,7 @@ leaving out unreadable images and checking against the publisher's figures are t
 from __future__ import annotations
 
 from abc import abstractmethod
-from collections.abc import Callable, Mapping
+from collections.abc import Mapping
 from dataclasses import dataclass
 from typing import Annotated, Any, TypeAlias
 
@@ -143,9 +143,7 @@ class FileSource(Source):
                 f"{holds} at the top. {self.obtain()}"
             )
 
-    def load(
-        self, progress: Callable[[int, int], None] | None = None, content: Content | None = None
-    ) -> DataSet:
+    def load(self, progress: Tell | None = None, content: Content | None = None) -> DataSet:
         """Read the annotations, and decode the images or take them from the cache.
 
         ``progress`` is called with the number of images decoded and to be decoded, of the training
@@ -169,9 +167,7 @@ class FileSource(Source):
                     f'{names}. {self.obtain()} Or set data.unreadable = "skip" to leave them out.'
                 )
 
-    def _images(
-        self, data: AnnotatedFiles, progress: Callable[[int, int], None] | None
-    ) -> LabelledImages:
+    def _images(self, data: AnnotatedFiles, progress: Tell | None) -> LabelledImages:
         resize = Resize(self.config.image_size, self.config.resize)
         result = decoded(data.files, resize, unreadable=self.config.unreadable, progress=progress)
         kept = result.kept

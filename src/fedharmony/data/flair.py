@@ -29,7 +29,7 @@ from typing import Literal
 import numpy as np
 
 from fedharmony.data.base import datasets
-from fedharmony.data.file_source import AnnotatedFiles, FileSource
+from fedharmony.data.file_source import AnnotatedFiles, Content, FileSource
 from fedharmony.data.flair_forms.hdf5 import HDF5, read_hdf5
 from fedharmony.data.flair_forms.parquet import read_parquet
 from fedharmony.data.flair_forms.published import METADATA, read_json
@@ -60,7 +60,7 @@ class Flair(FileSource):
 
     config: Config
 
-    def annotations(self) -> tuple[tuple[str, ...], AnnotatedFiles, AnnotatedFiles]:
+    def annotations(self) -> Content:
         """The coarse classes, or all fine names in alphabetical order; train and test part."""
         records = self._records
         return records.classes, records.part("train"), records.part(self.config.test_split)

@@ -30,8 +30,7 @@ from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, field
 from pathlib import Path
-from typing import Annotated as Limited
-from typing import Any, BinaryIO, Literal, NamedTuple, TypeAlias, TypeVar
+from typing import Annotated, Any, BinaryIO, Literal, NamedTuple, TypeAlias, TypeVar
 
 import numpy as np
 from annotated_types import Ge, Gt, Lt
@@ -48,9 +47,9 @@ from fedharmony.data.check import (
     failures,
     wrong_separator,
 )
-from fedharmony.data.file_source import AnnotatedFiles, FileSource, missing_files
+from fedharmony.data.file_source import AnnotatedFiles, Content, FileSource, missing_files
 from fedharmony.data.tree import Tree, open_tree
-from fedharmony.errors import ConfigError, DataError, nearest
+from fedharmony.errors import ConfigError, DataError, nearest, shown
 from fedharmony.rng import numpy_rng
 from fedharmony.types import Index, Labels
 
@@ -95,9 +94,9 @@ class Division:
 
     train_split: str = "train"
     test_split: str = "test"
-    test_fraction: Limited[float, Gt(0), Lt(1)] = 0.2
+    test_fraction: Annotated[float, Gt(0), Lt(1)] = 0.2
     hold_out: Literal["", "users", "images"] = ""
-    seed: Limited[int, Ge(0)] = 0
+    seed: Annotated[int, Ge(0)] = 0
 
     def __post_init__(self) -> None:
         if _split(self.train_split) == _split(self.test_split):
@@ -188,7 +187,7 @@ class Table(FileSource):
         super().tree()  # refuses a path that is not there
         return open_tree(self.config.path, drop=())
 
-    def annotations(self) -> tuple[tuple[str, ...], AnnotatedFiles, AnnotatedFiles]:
+    def annotations(self) -> Content:
         """The classes, and the rows of the table as training and test part."""
         tree, config = self.tree(), self.config
         joined = config.format == "joined"
@@ -581,15 +580,7 @@ class ColumnCells:
 
     def add(self, cells: list[str]) -> None:
         """See :meth:`JoinedCells.add`."""
-        try:
-            self._values += bytes(map(CELLS.__getitem__, cells))
-        except KeyError:
-            at = next(i for i, cell in enumerate(cells) if cell not in CELLS)
-            name = self._classes[at]
-            raise RowError(
-                f"column {name!r} holds {cells[at]!r}, which is not 0, 1 or empty; if {name!r} is "
-                "not a class, name it in data.ignore."
-            ) from None
+        self._values += label_values(cells, self._classes)
 
     def finish(self) -> tuple[tuple[str, ...], Labels]:
         """See :meth:`JoinedCells.finish`."""
@@ -598,6 +589,18 @@ class ColumnCells:
 
 
 LabelCells: TypeAlias = JoinedCells | ColumnCells
+
+
+def label_values(cells: Sequence[str], names: Sequence[str]) -> bytes:
+    """What a row has under its label columns: 0, 1 or :data:`UNKNOWN` each."""
+    try:
+        return bytes(map(CELLS.__getitem__, cells))
+    except KeyError:
+        cell, name = next(pair for pair in zip(cells, names, strict=True) if pair[0] not in CELLS)
+        raise RowError(
+            f"column {name!r} holds {shown(cell)}, which is not 0, 1 or empty; if {name!r} is not "
+            "a class, name it in data.ignore."
+        ) from None
 
 
 # Reading ------------------------------------------------------------------------------------------

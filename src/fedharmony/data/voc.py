@@ -15,26 +15,24 @@ published figure a little.
 
 from __future__ import annotations
 
-import typing
 import xml.etree.ElementTree as ET
 from collections import Counter
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
-from typing import Literal, TypeAlias
+from typing import Annotated, Literal, TypeAlias
 
 import numpy as np
 import numpy.typing as npt
 from pydantic import BeforeValidator
 
 from fedharmony.data.base import datasets
-from fedharmony.data.file_source import AnnotatedFiles, FileSource
+from fedharmony.data.file_source import AnnotatedFiles, Content, FileSource
 from fedharmony.data.tree import Tree
 from fedharmony.errors import ConfigError, DataError, nearest
 
 #: A name, not a number; `year=2012` on a command line is understood all the same.
-Year: TypeAlias = typing.Annotated[Literal["2007", "2012"], BeforeValidator(str)]
+Year: TypeAlias = Annotated[Literal["2007", "2012"], BeforeValidator(str)]
 ImageSet: TypeAlias = Literal["train", "val", "trainval", "test"]
-Difficult: TypeAlias = Literal["drop", "keep", "ignore"]
 Bools: TypeAlias = npt.NDArray[np.bool_]
 
 #: The 20 classes in label order, which is alphabetical.
@@ -107,7 +105,7 @@ class Voc(FileSource):
         """
 
         year: Year = "2007"
-        difficult: Difficult = "drop"
+        difficult: Literal["drop", "keep", "ignore"] = "drop"
         train_set: ImageSet | None = None
         test_set: ImageSet | None = None
 
@@ -132,7 +130,7 @@ class Voc(FileSource):
 
     config: Config
 
-    def annotations(self) -> tuple[tuple[str, ...], AnnotatedFiles, AnnotatedFiles]:
+    def annotations(self) -> Content:
         """Class names, training pool and test set, from the lists and XML files alone."""
         tree = self.tree()
         self._require_year(tree)

@@ -196,10 +196,7 @@ def average_precision(
 
 
 def evaluate(
-    scores: Array,
-    targets: Array,
-    options: MetricOptions | None = None,
-    known: Array | None = None,
+    scores: Array, targets: Array, options: MetricOptions | None = None, known: Array | None = None
 ) -> MultiLabelResult:
     """All eight metrics of one test set.
 
@@ -293,11 +290,7 @@ def trivial_baselines(
             )
     constant = np.broadcast_to(share.astype(np.float32), truth.shape)
     by_prevalence = evaluate(constant, truth, options, known)
-    return {
-        "prevalence": by_prevalence,
-        "all positive": all_positive,
-        "all negative": all_negative,
-    }
+    return {"prevalence": by_prevalence, "all positive": all_positive, "all negative": all_negative}
 
 
 def evaluate_clients(

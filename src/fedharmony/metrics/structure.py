@@ -18,12 +18,7 @@ import numpy.typing as npt
 import torch
 from torch import Tensor
 
-from fedharmony.correlation import (
-    correlation,
-    label_pairs,
-    score_moments,
-    soft_correlation,
-)
+from fedharmony.correlation import correlation, label_pairs, score_moments, soft_correlation
 from fedharmony.metrics.multilabel import Array, Doubles, checked_arrays
 
 # Spreads below this are rounding of the matrices, not differences between labels.

@@ -6,7 +6,6 @@ from dataclasses import dataclass
 from typing import Annotated, ClassVar
 
 import numpy as np
-import numpy.typing as npt
 from annotated_types import Ge
 
 from fedharmony.errors import PartitionError
@@ -62,7 +61,9 @@ class Natural(Splitter):
             )
         chosen = numpy_rng(seed, "split/natural/users").choice(eligible, clients, replace=False)
         priority = numpy_rng(seed, "split/natural/images").random(len(labels))
-        return [self._limited(images_of[user], priority) for user in np.sort(chosen)]
+        most = self.config.max_images
+        own = (images_of[user] for user in np.sort(chosen))
+        return [np.sort(images[np.argsort(priority[images])[:most]]) for images in own]
 
     def _eligible(self, images_of: list[Index]) -> Index:
         """The users with enough images, by their number."""
@@ -74,12 +75,6 @@ class Natural(Splitter):
                 f"Set split.min_images to {sizes.max()} or less."
             )
         return eligible
-
-    def _limited(self, images: Index, priority: npt.NDArray[np.float64]) -> Index:
-        """At most ``max_images`` of a user's images: those of lowest priority number."""
-        if len(images) <= self.config.max_images:
-            return images
-        return np.sort(images[np.argsort(priority[images])[: self.config.max_images]])
 
 
 def _by_user(users: Owners) -> list[Index]:

@@ -39,10 +39,7 @@ class Compiled:
     """
 
     def __init__(
-        self,
-        function: Callable[..., Any],
-        backend: Any = "inductor",
-        dynamic: bool | None = None,
+        self, function: Callable[..., Any], backend: Any = "inductor", dynamic: bool | None = None
     ) -> None:
         functools.update_wrapper(self, function)
         self.function = function
