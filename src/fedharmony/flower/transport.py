@@ -194,21 +194,20 @@ class Sites:
     def _unable(self, messages: Mapping[int, Record]) -> dict[int, str]:
         """Why some sites cannot be asked now: they are offline, or still owe an answer."""
         online = self.post.nodes()
-        if any(self.nodes[k] not in online for k in messages):
-            self._meet(set(online) - set(self.nodes.values()) - self._strangers)
+        new = set(online) - set(self.nodes.values()) - self._strangers
+        if new and any(self.nodes[k] not in online for k in messages):
+            self._meet(new)
         owed = {number: k for k, (number, _) in self._owing.items()}
         answered = self.post.pull(list(owed)) if owed else {}
         for number, client in owed.items():
             if number in answered or time.monotonic() > self._owing[client][1]:
                 del self._owing[client]
         reasons = {k: "it still works on an earlier message" for k in messages if k in self._owing}
-        offline = [k for k in messages if self.nodes[k] not in self.post.nodes()]
+        offline = [k for k in messages if self.nodes[k] not in online]
         return reasons | dict.fromkeys(offline, "it is not online")
 
     def _meet(self, nodes: Collection[int]) -> None:
         """Look whether a site has come back as another node."""
-        if not nodes:
-            return
         sites, _ = enrol(self.post, self.run, nodes, min(ENROL_S, self.limit_s))
         by_name = {name: client for client, name in self.names.items()}
         for name, site in sites.items():
