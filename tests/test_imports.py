@@ -26,7 +26,7 @@ LAYERS = [
     {"site"},
     {"flower"},
     {"report"},
-    {"cli", "cli_data", "cli_site", "__main__"},
+    {"cli", "cli_data", "cli_flower", "cli_site", "__main__"},
 ]
 LAYER = {part: depth for depth, layer in enumerate(LAYERS) for part in layer}
 MODULES = sorted(PACKAGE.rglob("*.py"))

@@ -29,6 +29,7 @@ from rich.text import Text
 
 import fedharmony
 from fedharmony.cli_data import data_app, init, models_app, partition, usable
+from fedharmony.cli_flower import flower_app
 from fedharmony.cli_site import site_app
 from fedharmony.errors import ClientLimitError, ConfigError, FedHarmonyError, Stopped
 from fedharmony.reading import is_folder
@@ -533,6 +534,7 @@ app.command()(partition)
 app.add_typer(data_app, name="data")
 app.add_typer(models_app, name="models")
 app.add_typer(site_app, name="site")
+app.add_typer(flower_app, name="flower")
 
 
 def _version(show: bool) -> None:

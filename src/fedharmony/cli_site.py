@@ -36,11 +36,12 @@ def init(
         Path, typer.Option("--out", "-o", callback=usable, help="Where to write the settings.")
     ] = Path("site.toml"),
 ) -> None:
-    """Write the settings of a site, to be read and completed.
+    """Write the settings of a site, to be read and completed, and a key for it.
 
     Example: `fedharmony site init clinic-a --classes cat,dog,tree --data images`
     """
     from fedharmony.engine.checkpoint import write_file
+    from fedharmony.site.keys import make_key
     from fedharmony.site.settings import TEMPLATE
 
     if out.exists():
@@ -51,9 +52,11 @@ def init(
     words = {"name": name, "classes": labels, "path": str(data.absolute())}
     text = TEMPLATE.format(**{k: json.dumps(v, ensure_ascii=False) for k, v in words.items()})
     write_file(out, text.encode())
-    say(
-        f"Wrote {out}. Read it, complete [labels] and [policy], then:\n  fedharmony site check {out}"
-    )
+    say(f"Wrote {out}. Complete [labels] and [policy], then:\n  fedharmony site check {out}")
+    key = out.with_name(f"{name}.key")
+    if not key.exists():
+        make_key(key)
+        say(f"Wrote {key}, which stays here, and {key}.pub, which the operator registers.")
 
 
 @site_app.command()
