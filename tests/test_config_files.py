@@ -37,7 +37,7 @@ def test_files_hold_defaults_and_grids(name: str) -> None:
     """Without their comment signs, the values of the default preset; with them, nothing."""
     tree, config = tomllib.loads(config_file(name)), methods[name].Config
     assert not tree.get("methods", {}).get(name)
-    preset = {k: v for k, v in next(iter(methods[name].presets.values())).items()}
+    preset = dict(next(iter(methods[name].presets.values())))
     preset.pop("federation", None)
     bare = re.sub(r"(?m)^# (\w+ = (?!\(left out\)).*)$", r"\1", config_file(name))
     own = tomllib.loads(bare).get("methods", {}).get(name, {})

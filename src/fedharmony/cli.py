@@ -30,6 +30,7 @@ from rich.text import Text
 
 import fedharmony
 from fedharmony.cli_data import data_app, init, models_app, partition, usable
+from fedharmony.cli_flower import flower_app
 from fedharmony.cli_settings import (
     complete_change,
     complete_config,
@@ -38,6 +39,7 @@ from fedharmony.cli_settings import (
     print_settings,
     print_settings_list,
 )
+from fedharmony.cli_site import site_app
 from fedharmony.cli_use import export, predict
 from fedharmony.errors import (
     ClientLimitError,
@@ -753,6 +755,8 @@ app.command()(init)
 app.command()(partition)
 app.add_typer(data_app, name="data")
 app.add_typer(models_app, name="models")
+app.add_typer(site_app, name="site")
+app.add_typer(flower_app, name="flower")
 
 
 def _version(show: bool) -> None:

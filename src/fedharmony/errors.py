@@ -39,6 +39,14 @@ class CheckpointError(FedHarmonyError):
     """A checkpoint or run folder cannot be read, written, or continued."""
 
 
+class TransportError(FedHarmonyError):
+    """A message between a server and a site cannot be sent, read, or believed."""
+
+
+class PolicyError(FedHarmonyError):
+    """A site refuses what a server asks: its own rules or data do not allow it."""
+
+
 class Stopped(BaseException):
     """A signal asked the program to end, as Ctrl-C does.
 

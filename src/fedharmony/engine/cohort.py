@@ -177,5 +177,16 @@ def _shower(method: Method) -> Show:
 
 
 def _received(clients: Sequence[int], messages: Mapping[int, Record], group: str) -> Tensors:
-    """A group of the messages as a stack."""
-    return StackedMessage([messages[k] for k in clients]).stacked(group)
+    """A group of the messages as a stack, in one memory order, however the messages came here.
+
+    Products of transposed matrices have other last bits.
+    """
+    stack = StackedMessage([messages[k] for k in clients]).stacked(group)
+    return {
+        n: t[:1].contiguous().expand_as(t) if _same(t) else t.contiguous() for n, t in stack.items()
+    }
+
+
+def _same(stack: Tensor) -> bool:
+    """Whether all clients of a stack look at one tensor."""
+    return stack.ndim > 0 and stack.stride(0) == 0

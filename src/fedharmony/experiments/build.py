@@ -70,6 +70,11 @@ class Assembly:
         """The settings of the run."""
         return self.blueprint.settings
 
+    @property
+    def train_images(self) -> int:
+        """The number of training images."""
+        return len(self.data.train)
+
     def initial_state(self) -> Record:
         """The server's state before round 0, on the device."""
         return self.blueprint.initial_state().to(self.device)

@@ -4,8 +4,10 @@ from __future__ import annotations
 
 import logging
 import time
+from collections.abc import Callable
 from contextlib import AbstractContextManager, nullcontext, suppress
 from dataclasses import replace
+from pathlib import Path
 
 import torch
 import torch.distributed as dist
@@ -33,8 +35,17 @@ from fedharmony.types import Record
 logger = logging.getLogger(__name__)
 
 
+#: How a run is put together: :func:`assemble`, or something that does the same for clients which
+#: are elsewhere.
+Build = Callable[[Settings, Path | None, DataSet | None, Observer], Assembly]
+
+
 def start(
-    settings: Settings, folder: RunFolder, observe: Observer, data: DataSet | None = None
+    settings: Settings,
+    folder: RunFolder,
+    observe: Observer,
+    data: DataSet | None = None,
+    build: Build = assemble,
 ) -> Results:
     """A new run; returns its results. What the same call left when it was cut short goes on.
 
@@ -48,8 +59,8 @@ def start(
         folder.refuse_if_taken(settings)
     if crew().size == 1 and folder.goes_on(settings):
         logger.info("Going on with the run in %s.", folder.path)
-        return resume(folder, observe, data=data)
-    assembly = assemble(settings, data=data, observe=observe)
+        return resume(folder, observe, data=data, build=build)
+    assembly = build(settings, None, data, observe)
     state = assembly.initial_state()  # what a method refuses, it refuses before a folder is made
     with _writing(folder):
         if crew().leads:
@@ -58,7 +69,11 @@ def start(
 
 
 def resume(
-    folder: RunFolder, observe: Observer, device: str | None = None, data: DataSet | None = None
+    folder: RunFolder,
+    observe: Observer,
+    device: str | None = None,
+    data: DataSet | None = None,
+    build: Build = assemble,
 ) -> Results:
     """Continue a run where its last checkpoint stands; on a CPU the result is the same to the bit.
 
@@ -77,10 +92,10 @@ def resume(
     with _writing(folder):
         if not folder.checkpoint.exists():  # killed before round 0
             folder.refuse_lost_checkpoint()
-            assembly = assemble(settings, data=data, observe=observe)
+            assembly = build(settings, None, data, observe)
             return _first_round(assembly, assembly.initial_state(), folder, observe)
         saved = folder.load_state(settings)
-        assembly = assemble(settings, folder["partition.json"], data, observe)
+        assembly = build(settings, folder["partition.json"], data, observe)
         folder.refuse_other_material(saved.bound, assembly.bound)
         assembly.blueprint.refuse_other_constants(saved.state, saved.rounds_done)
         _say_what_differs(folder, assembly.device)
@@ -123,10 +138,11 @@ def _first_round(
         folder.write_json("environment.json", environment(assembly.device))
         folder.write_json("binding.json", assembly.bound)
         folder.write_json(trained.FILE, trained.describe(assembly.blueprint))
-        assembly.partition.save(folder["partition.json"])
-        labels, seed = assembly.data.train.labels, settings.split.common.seed
-        report = split_report(labels, assembly.partition, seed)
-        folder.write_json("split_report.json", report.as_dict())
+        if assembly.clients:  # else their images are elsewhere
+            assembly.partition.save(folder["partition.json"])
+            labels, seed = assembly.data.train.labels, settings.split.common.seed
+            report = split_report(labels, assembly.partition, seed)
+            folder.write_json("split_report.json", report.as_dict())
         log = EventLog(folder.events)
         folder.save_state(0, state, settings, saved.bound, log, saved.memory)
     return _rounds(assembly, folder, saved, observe)
@@ -236,7 +252,7 @@ def start_event(assembly: Assembly, first: int) -> Event:
         "clients": 1 if settings.federation.central else len(plan.facts.sizes),
         "cohort": len(plan.schedule[0]),
         "classes": list(data.classes),
-        "train_images": len(data.train),
+        "train_images": assembly.train_images,
         "test_images": len(data.test),
         "parameters": plan.model.num_parameters,
         "device": str(assembly.device),
