@@ -19,6 +19,7 @@ from typer.testing import CliRunner
 
 from fedharmony.cli import app
 from fedharmony.errors import ConfigError
+from fedharmony.experiments import jobs
 from fedharmony.experiments.compare import plan
 from fedharmony.experiments.jobs import Workers
 from fedharmony.experiments.run import start
@@ -79,9 +80,11 @@ def test_runs_that_fail_do_not_stop_the_others(plugin: str, tmp_path: Path) -> N
     """One raises, one kills its process; the others end, with the bits they have alone."""
     out = tmp_path / "out"
     chosen = ["--methods", "raises,dies,fedavg,fedprox", "--seeds", "0", "--against", "fedavg"]
-    jobs = ["--jobs", "2", "--plugin", plugin, "--out", str(out)]
+    options = ["--jobs", "2", "--plugin", plugin, "--out", str(out)]
     command = [sys.executable, "-m", "fedharmony", "compare", "demo", *SMALL, "engine.threads=1"]
-    result = subprocess.run([*command, *chosen, *jobs], capture_output=True, text=True, check=False)
+    result = subprocess.run(
+        [*command, *chosen, *options], capture_output=True, text=True, check=False
+    )
     assert result.returncode == 2
     assert "2 runs failed; all others are done." in result.stderr
     assert "a fault of mine" in result.stderr
@@ -140,9 +143,9 @@ def test_ctrl_c_ends_all_processes_and_loses_nothing(plugin: str, tmp_path: Path
 def test_threads_are_shared_unless_they_are_set(tmp_path: Path) -> None:
     threads = torch.get_num_threads()
     demo = load_settings("demo")
-    for jobs in (1, 2, 1000):
-        (run,) = plan(demo, ["fedavg"], [0], tmp_path, jobs)
-        assert run.settings.engine.threads == max(1, threads // jobs)
+    for number in (1, 2, 1000):
+        (run,) = plan(demo, ["fedavg"], [0], tmp_path, number)
+        assert run.settings.engine.threads == max(1, threads // number)
     (run,) = plan(load_settings("demo", ["engine.threads=7"]), ["fedavg"], [0], tmp_path, 4)
     assert run.settings.engine.threads == 7
 
@@ -154,6 +157,26 @@ def test_devices_are_checked_first(tmp_path: Path) -> None:
     result = CliRunner().invoke(app, [*command, "--out", str(tmp_path / "out")])
     assert "names 2 devices for --jobs 1" in str(result.exception)
     assert not (tmp_path / "out").exists()
+
+
+def test_devices_take_turns(monkeypatch: pytest.MonkeyPatch) -> None:
+    """A process that died is replaced on its own device."""
+
+    class Fake:
+        def __init__(self, device: str | None) -> None:
+            self.device, self.gone = device, False
+
+    monkeypatch.setattr(jobs, "_Worker", Fake)
+    workers = Workers(4, ["cpu", "cpu:0"])
+    busy: list[jobs._Worker] = []
+    for _ in range(4):
+        busy.append(workers._idle(set(map(id, busy))))
+    assert [worker.device for worker in busy] == ["cpu", "cpu:0", "cpu", "cpu:0"]
+    assert workers._idle({id(worker) for worker in busy[:3]}) is busy[3]  # who is free goes on
+    busy[1].gone = True
+    assert workers._idle({id(worker) for worker in busy if not worker.gone}).device == "cpu:0"
+    alone = Workers(2)
+    assert alone._idle(set()).device is None
 
 
 def test_the_board_counts_runs_and_foretells_the_time(monkeypatch: pytest.MonkeyPatch) -> None:

@@ -172,6 +172,8 @@ def test_the_other_figures_by_hand() -> None:
     expected = stats.t.interval(0.95, 3, 3.0, np.std([1, 3, 2, 6], ddof=1) / 2)
     assert (low, high) == pytest.approx(expected)
     assert math.isnan(student_interval([1.0])[0])
+    assert student_interval([1.0, 3.0]) == pytest.approx(stats.t.interval(0.95, 1, 2.0, 1.0))
+    assert percentile_interval(np.arange(201.0)) == pytest.approx((5.0, 195.0))
 
 
 # ----------------------------------------------------------------------------------- report

@@ -17,7 +17,7 @@ import tempfile
 import threading
 import traceback
 from collections.abc import Callable, Iterator, Sequence
-from contextlib import contextmanager, suppress
+from contextlib import ExitStack, contextmanager, suppress
 from dataclasses import dataclass
 from datetime import UTC, datetime
 from enum import StrEnum
@@ -30,6 +30,7 @@ from rich.text import Text
 
 import fedharmony
 from fedharmony.cli_data import data_app, init, models_app, partition, usable
+from fedharmony.cli_flower import flower_app
 from fedharmony.cli_settings import (
     complete_change,
     complete_config,
@@ -38,6 +39,7 @@ from fedharmony.cli_settings import (
     print_settings,
     print_settings_list,
 )
+from fedharmony.cli_site import site_app
 from fedharmony.cli_use import export, predict
 from fedharmony.errors import (
     ClientLimitError,
@@ -119,6 +121,16 @@ def _hush(quiet: bool) -> bool:
     return quiet
 
 
+Methods = Annotated[
+    str,
+    typer.Option(
+        "--methods",
+        autocompletion=complete_methods,
+        help="Comma-separated methods; `name:preset` picks a preset, `all` takes every method, "
+        "`central` trains in one place, on as many images as the cohorts see.",
+    ),
+]
+Seeds = Annotated[str, typer.Option(help="Comma-separated seeds of run and initial model.")]
 Quiet = Annotated[
     bool,
     typer.Option("--quiet", "-q", metavar="", help="Print only the result.", callback=_hush),
@@ -144,6 +156,7 @@ class Kind(StrEnum):
     datasets = "datasets"
     splitters = "splitters"
     models = "models"
+    trackers = "trackers"
     configs = "configs"
     settings = "settings"
 
@@ -382,18 +395,8 @@ def resume(
 def compare(
     config: ConfigArgument,
     overrides: Overrides = None,
-    method_list: Annotated[
-        str,
-        typer.Option(
-            "--methods",
-            autocompletion=complete_methods,
-            help="Comma-separated methods; `name:preset` picks a preset, `all` takes every method, "
-            "`central` trains in one place, on as many images as the cohorts see.",
-        ),
-    ] = "fedavg,fedharmony",
-    seeds: Annotated[
-        str, typer.Option(help="Comma-separated seeds of run and initial model.")
-    ] = "0,1,2",
+    method_list: Methods = "fedavg,fedharmony",
+    seeds: Seeds = "0,1,2",
     against: Against = None,
     jobs: Jobs = None,
     out: Out = None,
@@ -421,6 +424,63 @@ def compare(
         print_plan(plan_of_comparison(settings, names, numbers, folder))
     else:
         _compare(settings, Path(config).stem, names, numbers, folder, quiet, against, crowd)
+
+
+@app.command()
+def sweep(
+    config: ConfigArgument,
+    overrides: Overrides = None,
+    method_list: Methods = "fedavg,fedharmony",
+    seeds: Seeds = "0,1,2",
+    jobs: Jobs = None,
+    out: Out = None,
+    device: Devices = None,
+    quiet: Quiet = False,
+) -> None:
+    """Compare methods at every value of a setting: lines with bands, tables, a page.
+
+    Example: `fedharmony sweep demo split.gamma=0.1,0.3,1 --methods fedavg,fedharmony --seeds 0,1`
+
+    A setting with several values, separated by commas, is varied; of several such settings every
+    combination is tried. Finished runs are skipped and unfinished ones continued, so the same
+    command can be repeated or extended. Each combination is a comparison in a folder of its own.
+    """
+    _one_process("sweep")
+    _import_torch()
+    from fedharmony.experiments import sweep as sweeps
+    from fedharmony.experiments.folder import RunFolder
+    from fedharmony.report.load import load
+    from fedharmony.report.sweep import table_of, write_sweep
+    from fedharmony.report.tables import write_tables
+
+    crowd = _Crowd(jobs, _words(device or ""))
+    changes = _changes(overrides, crowd.devices[0] if crowd.devices else None, None)
+    folder = out or Path("runs") / f"{Path(config).stem}-sweep"
+    numbers = _numbers(seeds)
+    points = sweeps.plan(config, changes, _words(method_list), numbers, folder, crowd.size)
+    planned = [run for point in points for run in point.runs]
+    with crowd.progress(quiet) as progress, _repeatable(folder), crowd.workers() as workers:
+        data = sweeps.rehearse(points, progress)
+        titles = [f"{point.name} {r.label} seed {r.seed}" for point in points for r in point.runs]
+
+        def observer(i: int, run: Planned) -> Observer:
+            return progress.follow(i + 1, len(planned), titles[i], run.settings.run.rounds)
+
+        with RunFolder(folder).writing(), ExitStack() as held:
+            sweeps.write_index(folder, Path(config).stem, points)
+            for point in points:
+                held.enter_context(RunFolder(point.folder).writing())
+            if workers is None:
+                sweeps.execute(points, observer, data)
+            else:
+                workers.execute(planned, observer)
+            for point in points:
+                write_tables(load(point.folder))
+            swept = write_sweep(folder)
+    screen = console()
+    screen.print(table_of(swept).to_rich(screen.width))
+    if not quiet:
+        screen.print(f"Report: {folder / 'report.html'}", soft_wrap=True)
 
 
 @app.command()
@@ -655,12 +715,13 @@ def list_components(
     ] = "",
     plugin: Plugins = None,
 ) -> None:
-    """What there is: methods, datasets, splitters, models, configs, settings.
+    """What there is: methods, datasets, splitters, models, trackers, configs, settings.
 
     Example: `fedharmony list settings lr`
     """
     from fedharmony.config import built_in_configs
     from fedharmony.data.base import datasets
+    from fedharmony.experiments.trackers import trackers
     from fedharmony.methods.base import methods
     from fedharmony.models.base import models
     from fedharmony.partition.base import splitters
@@ -678,6 +739,7 @@ def list_components(
             Kind.datasets: datasets,
             Kind.splitters: splitters,
             Kind.models: models,
+            Kind.trackers: trackers,
         }[kind]
         for name in registry.names():
             presets = getattr(registry[name], "presets", {})
@@ -693,6 +755,8 @@ app.command()(init)
 app.command()(partition)
 app.add_typer(data_app, name="data")
 app.add_typer(models_app, name="models")
+app.add_typer(site_app, name="site")
+app.add_typer(flower_app, name="flower")
 
 
 def _version(show: bool) -> None:

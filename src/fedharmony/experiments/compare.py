@@ -19,6 +19,7 @@ from fedharmony.experiments.folder import RunFolder, folder_name, make_folder
 from fedharmony.experiments.machine import with_threads
 from fedharmony.experiments.run import finished, resume, start
 from fedharmony.experiments.settings import CENTRAL, Settings
+from fedharmony.experiments.trackers.base import refuse_missing
 from fedharmony.files import refuse_if_held
 from fedharmony.methods.base import methods
 
@@ -110,6 +111,7 @@ def rehearse(runs: Sequence[Planned], observe: Observer, data: DataSet | None = 
     """
     built: dict[str, Binding] = {}
     for run in runs:
+        refuse_missing(run.settings.run.track)
         refuse_if_held(run.folder.path)
         kind = repr((run.label, run.settings.method_config))
         if kind not in built:

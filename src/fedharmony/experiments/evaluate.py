@@ -151,7 +151,7 @@ def matrices(assembly: Assembly, state: Record, structure: StructureResult) -> T
         "learned": torch.from_numpy(structure.soft_matrix).float(),
         "learned_hard": torch.from_numpy(structure.hard_matrix).float(),
     }
-    if not assembly.settings.federation.central:
+    if not assembly.settings.federation.central and assembly.clients:
         shares = label_shares(assembly.data.train.labels, assembly.partition)
         tensors["client_label_shares"] = torch.from_numpy(shares)  # of groups, if there are many
         tensors["client_sizes"] = torch.from_numpy(assembly.partition.sizes)
@@ -202,7 +202,9 @@ def summarise(
     ``events`` are those of the whole run.
     """
     settings, data, found = assembly.settings, assembly.data, evaluation.metrics
-    prevalence = _positives(data.train) / np.maximum(_known(data.train), 1)
+    prevalence = None  # where the training labels are elsewhere: that of the test set
+    if len(data.train):
+        prevalence = _positives(data.train) / np.maximum(_known(data.train), 1)
     trivial = trivial_baselines(data.test.labels, settings.metrics, prevalence, data.test.known)
     rounds = [e for e in events if e["event"] == "round"]
     positives = _positives(data.test)

@@ -27,8 +27,8 @@ def outlook(assembly: Assembly, first: int) -> list[str]:
     """What should be known before round ``first`` begins."""
     settings, plan, data = assembly.settings, assembly.blueprint, assembly.data
     weights = getattr(settings.model.own, "weights", None)
-    warnings = [plan.method.remark, scratch_warning(plan.model, weights, len(data.train))]
-    if assembly.device.type == "cpu":
+    warnings = [plan.method.remark, scratch_warning(plan.model, weights, assembly.train_images)]
+    if assembly.device.type == "cpu" and assembly.clients:
         rounds = settings.run.rounds - first
         evaluations = math.ceil(rounds / settings.run.eval_every)
         warnings.append(

@@ -4,12 +4,15 @@ from __future__ import annotations
 
 import logging
 import time
+from collections.abc import Callable
 from contextlib import AbstractContextManager, nullcontext, suppress
 from dataclasses import replace
+from pathlib import Path
 
 import torch
 import torch.distributed as dist
 
+from fedharmony.config import flat
 from fedharmony.data.base import DataSet
 from fedharmony.engine.federation import Event
 from fedharmony.engine.memory import SEALS, ClientMemory
@@ -22,6 +25,7 @@ from fedharmony.experiments.machine import switch_torch, with_threads
 from fedharmony.experiments.outlook import outlook
 from fedharmony.experiments.scores import save_examples, save_scores, scores_of
 from fedharmony.experiments.settings import Settings
+from fedharmony.experiments.trackers.base import Subject, Tracking, refuse_missing
 from fedharmony.files import refuse_if_held
 from fedharmony.partition.report import split_report
 from fedharmony.terminal import warn_once
@@ -31,8 +35,17 @@ from fedharmony.types import Record
 logger = logging.getLogger(__name__)
 
 
+#: How a run is put together: :func:`assemble`, or something that does the same for clients which
+#: are elsewhere.
+Build = Callable[[Settings, Path | None, DataSet | None, Observer], Assembly]
+
+
 def start(
-    settings: Settings, folder: RunFolder, observe: Observer, data: DataSet | None = None
+    settings: Settings,
+    folder: RunFolder,
+    observe: Observer,
+    data: DataSet | None = None,
+    build: Build = assemble,
 ) -> Results:
     """A new run; returns its results. What the same call left when it was cut short goes on.
 
@@ -40,13 +53,14 @@ def start(
     nothing.
     """
     settings = with_threads(settings)
+    refuse_missing(settings.run.track)
     switch_torch(settings.engine)
     if crew().leads:
         folder.refuse_if_taken(settings)
     if crew().size == 1 and folder.goes_on(settings):
         logger.info("Going on with the run in %s.", folder.path)
-        return resume(folder, observe, data=data)
-    assembly = assemble(settings, data=data, observe=observe)
+        return resume(folder, observe, data=data, build=build)
+    assembly = build(settings, None, data, observe)
     state = assembly.initial_state()  # what a method refuses, it refuses before a folder is made
     with _writing(folder):
         if crew().leads:
@@ -55,7 +69,11 @@ def start(
 
 
 def resume(
-    folder: RunFolder, observe: Observer, device: str | None = None, data: DataSet | None = None
+    folder: RunFolder,
+    observe: Observer,
+    device: str | None = None,
+    data: DataSet | None = None,
+    build: Build = assemble,
 ) -> Results:
     """Continue a run where its last checkpoint stands; on a CPU the result is the same to the bit.
 
@@ -69,14 +87,15 @@ def resume(
         settings = replace(settings, engine=replace(settings.engine, device=device))
     if (results := finished(folder)) is not None:
         return results
+    refuse_missing(settings.run.track)
     switch_torch(settings.engine)
     with _writing(folder):
         if not folder.checkpoint.exists():  # killed before round 0
             folder.refuse_lost_checkpoint()
-            assembly = assemble(settings, data=data, observe=observe)
+            assembly = build(settings, None, data, observe)
             return _first_round(assembly, assembly.initial_state(), folder, observe)
         saved = folder.load_state(settings)
-        assembly = assemble(settings, folder["partition.json"], data, observe)
+        assembly = build(settings, folder["partition.json"], data, observe)
         folder.refuse_other_material(saved.bound, assembly.bound)
         assembly.blueprint.refuse_other_constants(saved.state, saved.rounds_done)
         _say_what_differs(folder, assembly.device)
@@ -119,10 +138,11 @@ def _first_round(
         folder.write_json("environment.json", environment(assembly.device))
         folder.write_json("binding.json", assembly.bound)
         folder.write_json(trained.FILE, trained.describe(assembly.blueprint))
-        assembly.partition.save(folder["partition.json"])
-        labels, seed = assembly.data.train.labels, settings.split.common.seed
-        report = split_report(labels, assembly.partition, seed)
-        folder.write_json("split_report.json", report.as_dict())
+        if assembly.clients:  # else their images are elsewhere
+            assembly.partition.save(folder["partition.json"])
+            labels, seed = assembly.data.train.labels, settings.split.common.seed
+            report = split_report(labels, assembly.partition, seed)
+            folder.write_json("split_report.json", report.as_dict())
         log = EventLog(folder.events)
         folder.save_state(0, state, settings, saved.bound, log, saved.memory)
     return _rounds(assembly, folder, saved, observe)
@@ -141,10 +161,12 @@ def _rounds(assembly: Assembly, folder: RunFolder, saved: Saved, observe: Observ
         )
     memory.rewind(first)
     log = EventLog(folder.events, saved.events) if crew().leads else None
+    track = _tracking(settings, folder, first)
 
     def record(event: Event) -> None:
         if log is not None:
             log.append(event)
+            track(event)
             observe(event)
 
     def after_round(round: int, state: Record) -> None:
@@ -189,15 +211,24 @@ def _rounds(assembly: Assembly, folder: RunFolder, saved: Saved, observe: Observ
         memory.forget()
         return {}
     (evaluation,) = latest
-    folder.save_tensors("matrices.safetensors", matrices(assembly, state, evaluation.structure))
+    found = matrices(assembly, state, evaluation.structure)
+    folder.save_tensors("matrices.safetensors", found)
     scores = scores_of(evaluation.scores, assembly.data.test, assembly.data.classes)
     save_scores(folder.path, scores, settings.run.scores)
     save_examples(folder.path, assembly.data.test, settings.run.examples)
     record({"event": "finish", "status": "completed", "seconds": time.perf_counter() - began})
     results = summarise(assembly, state, evaluation, folder.read_events())
     memory.forget()  # no round is left that could ask for it
+    track.finish(results, {n: t.double().cpu().numpy() for n, t in found.items() if t.ndim == 2})
     folder.write_json("results.json", results)  # last: with it the run is complete
     return results
+
+
+def _tracking(settings: Settings, folder: RunFolder, first: int) -> Tracking:
+    """The trackers of a run; of several processes, the first has them."""
+    names = settings.run.track if crew().leads else ()
+    name = f"{settings.label} seed {settings.run.seed}"
+    return Tracking(names, Subject(folder.path, name, flat(settings.tree()), first))
 
 
 def _sum_of_all(seal: int, device: torch.device) -> int:
@@ -221,7 +252,7 @@ def start_event(assembly: Assembly, first: int) -> Event:
         "clients": 1 if settings.federation.central else len(plan.facts.sizes),
         "cohort": len(plan.schedule[0]),
         "classes": list(data.classes),
-        "train_images": len(data.train),
+        "train_images": assembly.train_images,
         "test_images": len(data.test),
         "parameters": plan.model.num_parameters,
         "device": str(assembly.device),

@@ -51,6 +51,7 @@ from fedharmony.data.transforms import check_transforms
 from fedharmony.engine.federation import FederationSettings
 from fedharmony.engine.optimise import TrainSettings
 from fedharmony.errors import ConfigError, nearest, shown
+from fedharmony.experiments.trackers import trackers
 from fedharmony.losses import LossSettings
 from fedharmony.methods.base import Method, methods
 from fedharmony.metrics import MetricOptions
@@ -92,6 +93,8 @@ class RunSettings:
         thresholds: share of each client's images that it does not train on, so that each label's
             threshold can be chosen on them; 0 holds none out, and all labels share
             ``metrics.threshold``.
+        track: programs that show the run as it goes: "tensorboard", "mlflow", "wandb". They work
+            offline, in the run's folder.
     """
 
     method: str = "fedavg"
@@ -103,6 +106,7 @@ class RunSettings:
     scores: Annotated[int, Ge(0)] = 10_000_000
     examples: Annotated[int, Ge(0), Le(1000)] = 64
     thresholds: Annotated[float, Ge(0), Lt(1)] = 0.0
+    track: tuple[str, ...] = ()
 
 
 @dataclass(frozen=True)
@@ -370,8 +374,9 @@ class Settings:
         return sections
 
     def sha256(self) -> str:
-        """Identity of what is computed: other methods, the engine and tuning do not count."""
+        """Identity of what is computed: other methods, engine, tuning, trackers do not count."""
         tree = {k: v for k, v in self.tree().items() if k not in ("engine", "tune")}
+        tree["run"].pop("track", None)
         tree["methods"] = tree["methods"].get(self.method_name, {})
         return hashlib.sha256(json.dumps(tree, sort_keys=True).encode()).hexdigest()
 
@@ -460,6 +465,8 @@ def compose(tree: Mapping[str, Any]) -> Settings:
     part = {name: dict(tree.get(name, {})) for name in sections}
     run = build(RunSettings, part["run"], "run")
     load_plugins(run.plugins)
+    for name in run.track:
+        _ = trackers[name]  # refuses one that does not exist
     train = build(TrainSettings, part["train"], "train")
     federation = build(FederationSettings, part["federation"], "federation")
     common = {"train": train, "federation": federation}

@@ -1,0 +1,177 @@
+"""The commands of a federation's operator: certificates, a SuperLink, sites, and runs over them."""
+
+from __future__ import annotations
+
+import shlex
+from collections.abc import Callable
+from pathlib import Path
+from typing import TYPE_CHECKING, Annotated, Any
+
+import typer
+from rich.table import Table
+
+from fedharmony.cli_data import usable
+from fedharmony.errors import ConfigError, Stopped
+from fedharmony.report.progress import Progress
+from fedharmony.terminal import console, say
+
+if TYPE_CHECKING:
+    from fedharmony.flower.link import Link, Ordered
+
+flower_app = typer.Typer(
+    no_args_is_help=True,
+    help="Real federations on Flower: a SuperLink, its sites, and runs over them.",
+)
+
+Home = Annotated[
+    Path, typer.Option("--home", callback=usable, help="Folder of the federation's SuperLink.")
+]
+Sites = Annotated[int, typer.Option(min=1, help="How many sites to wait for.")]
+Wait = Annotated[float, typer.Option("--wait", min=0, help="Seconds to wait for them.")]
+Limit = Annotated[
+    float, typer.Option("--limit", min=1, help="Seconds a site has to answer in an exchange.")
+]
+Quiet = Annotated[bool, typer.Option("--quiet", "-q", metavar="", help="Print only the result.")]
+HOME = Path("federation")
+
+
+def _link(home: Path) -> Link:
+    from fedharmony.flower.link import Link
+
+    return Link(home.absolute())
+
+
+@flower_app.command()
+def certs(
+    host: Annotated[
+        list[str], typer.Option("--host", help="Name or address that sites reach the server by.")
+    ],
+    home: Home = HOME,
+) -> None:
+    """Make the SuperLink's certificates; sites get `certs/ca.crt`.
+
+    Example: `fedharmony flower certs --host fed.example.org --host 127.0.0.1`
+    """
+    link = _link(home)
+    link.certify([*host, *(name for name in ("localhost", "127.0.0.1") if name not in host)])
+    say(f"Wrote {link.certificates}. Give ca.crt to every site.")
+
+
+@flower_app.command()
+def up(
+    host: Annotated[str, typer.Option(help="Address to listen at.")] = "127.0.0.1",
+    port: Annotated[int, typer.Option(min=1, max=65535)] = 8443,
+    home: Home = HOME,
+) -> None:
+    """Start the SuperLink, with TLS, keys of sites, and a database; it stays in the background.
+
+    Whoever reaches its port and trusts its certificate can submit code to every site's relay: let
+    only `/v1/fleet/` out, as docs/deployment.md says.
+    """
+    link = _link(home)
+    link.up(host, port)
+    say(f"The SuperLink answers at {link.address}. End it with 'fedharmony flower down'.")
+
+
+@flower_app.command()
+def down(home: Home = HOME) -> None:
+    """End the SuperLink, with every run on it; its database stays."""
+    say("Ended." if _link(home).down() else "No SuperLink runs here.")
+
+
+@flower_app.command()
+def register(
+    name: Annotated[str, typer.Argument(help="The site's name, as its site.toml says.")],
+    key: Annotated[Path, typer.Argument(callback=usable, help="The site's public key.")],
+    home: Home = HOME,
+) -> None:
+    """Let a site join, by its name and public key."""
+    if not key.is_file():
+        raise ConfigError(f"There is no key {key}. 'fedharmony site init' writes NAME.key.pub.")
+    _link(home).register(name, key)
+    say(f"Registered {name}.")
+
+
+@flower_app.command()
+def status(home: Home = HOME) -> None:
+    """Say where the SuperLink is, and which sites are online."""
+    link = _link(home)
+    say(f"SuperLink at {link.address}, process {link.pid}.")
+    table = Table("site", "status", "last came online", box=None, pad_edge=False)
+    for site in link.sites():
+        table.add_row(*site)
+    console().print(table)
+
+
+@flower_app.command()
+def run(
+    config: Annotated[
+        str, typer.Argument(metavar="CONFIG", help="TOML file, or the name of a built-in one.")
+    ],
+    overrides: Annotated[
+        list[str] | None, typer.Argument(metavar="[KEY=VALUE | CONFIG]...", help="As for `run`.")
+    ] = None,
+    *,
+    out: Annotated[
+        Path, typer.Option("--out", "-o", callback=usable, help="Folder for what the run writes.")
+    ],
+    sites: Sites,
+    wait: Wait = 600.0,
+    limit: Limit = 3600.0,
+    home: Home = HOME,
+    quiet: Quiet = False,
+) -> None:
+    """Train one method over sites; leaves the same folder and report as `fedharmony run`.
+
+    Example: `fedharmony flower run study.toml --sites 3 --out runs/study`
+    """
+    from fedharmony.experiments.folder import RunFolder
+    from fedharmony.experiments.settings import load_settings
+    from fedharmony.site.policy import offered
+
+    settings = load_settings(config, overrides or [])
+    offered(settings)
+    RunFolder(out).refuse_if_taken(settings)
+    link = _link(home)
+    _follow(lambda: link.order(settings.tree(), out, sites, wait, limit), out, quiet)
+
+
+@flower_app.command()
+def resume(
+    folder: Annotated[
+        Path, typer.Argument(metavar="RUN", callback=usable, help="The folder of the run.")
+    ],
+    sites: Sites,
+    wait: Wait = 600.0,
+    limit: Limit = 3600.0,
+    home: Home = HOME,
+    quiet: Quiet = False,
+) -> None:
+    """Continue a run over sites that was stopped or killed."""
+    from fedharmony.experiments.folder import RunFolder
+
+    RunFolder(folder).open()
+    link = _link(home)
+    _follow(lambda: link.order(None, folder, sites, wait, limit), folder, quiet)
+
+
+def _follow(order: Callable[[], Ordered], folder: Path, quiet: bool) -> None:
+    """Show a run until it ends, then its table and report; Ctrl-C ends the run, too."""
+    from fedharmony.report.load import load
+    from fedharmony.report.page import write_report
+    from fedharmony.report.tables import table_of
+
+    with Progress(quiet=quiet) as progress:
+        ordered = order()
+        try:
+            ordered.follow(progress)
+        except (KeyboardInterrupt, Stopped) as stop:
+            ordered.stop()
+            again = f"fedharmony flower resume {shlex.quote(str(folder))}"
+            say(f"\nStopped. Every finished round is saved; go on with\n  {again}", err=True)
+            raise typer.Exit(getattr(stop, "code", 130)) from None
+    runs: Any = load(folder)
+    page, screen = write_report(runs), console()
+    screen.print(table_of(runs).to_rich(screen.width))
+    if not quiet:
+        screen.print(f"Report: {page}", soft_wrap=True)

@@ -1,0 +1,310 @@
+"""The operator's side of Flower: a SuperLink with certificates and a database, and runs on it.
+
+Everything of a federation is in one folder: certificates, the SuperLink's database, log and process
+id, and one folder per order. Flower's own commands do the work; they are told to send nothing home
+and to install nothing.
+"""
+
+from __future__ import annotations
+
+import json
+import os
+import shutil
+import signal
+import socket
+import subprocess
+import sys
+import time
+import uuid
+from collections.abc import Callable, Sequence
+from contextlib import suppress
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+from fedharmony.config import to_toml
+from fedharmony.engine.checkpoint import write_file
+from fedharmony.errors import CheckpointError, ClientLimitError, ConfigError, TransportError
+from fedharmony.experiments.folder import RunFolder
+from fedharmony.reading import parse_events
+from fedharmony.site.keys import make_certificates
+
+#: What Flower calls our SuperLink in its own settings.
+NAME = "federation"
+#: Seconds that a SuperLink has to start, and to end.
+START_S, END_S = 60.0, 30.0
+#: Seconds between looks at a run, and between questions to Flower, which cost a process each.
+LOOK_S, ASK_S = 0.5, 20.0
+
+APP = """\
+[project]
+name = "fedharmony-run"
+version = "1.0.0"
+license = "Apache-2.0"
+dependencies = []
+
+[tool.flwr.app]
+publisher = "fedharmony"
+
+[tool.flwr.app.components]
+serverapp = "fedharmony.flower.server_app:app"
+clientapp = "fedharmony.flower.client_app:app"
+
+[tool.flwr.app.config]
+"""
+
+
+@dataclass(frozen=True)
+class Link:
+    """A SuperLink and its folder."""
+
+    home: Path
+
+    @property
+    def certificates(self) -> Path:
+        """The folder of certificates; ``ca.crt`` of it goes to every site."""
+        return self.home / "certs"
+
+    @property
+    def _about(self) -> dict[str, Any]:
+        try:
+            return dict(json.loads((self.home / "link.json").read_bytes()))
+        except (OSError, ValueError):
+            return {}
+
+    @property
+    def pid(self) -> int | None:
+        """The process of the SuperLink, if it runs."""
+        about = self._about
+        pid = about.get("pid")
+        return pid if isinstance(pid, int) and _began(pid) == about.get("began") else None
+
+    @property
+    def address(self) -> str:
+        """Host and port of the SuperLink."""
+        if self.pid is None:
+            raise TransportError(
+                f"No SuperLink runs in {self.home}. Start it with 'fedharmony flower up'."
+            )
+        return str(self._about["address"])
+
+    @property
+    def environment(self) -> dict[str, str]:
+        """Variables of Flower's commands."""
+        own = {
+            "FLWR_HOME": str(self.home / "flwr"),
+            "FLWR_TELEMETRY_ENABLED": "0",
+            "FLWR_DISABLE_UPDATE_CHECK": "1",
+            "FLWR_DISABLE_RUNTIME_DEPENDENCY_INSTALLATION": "1",
+        }
+        programs = f"{Path(sys.executable).parent}{os.pathsep}{os.environ.get('PATH', '')}"
+        return {**os.environ, **own, "PATH": programs}
+
+    def certify(self, hosts: Sequence[str]) -> None:
+        """Make the certificates of the SuperLink."""
+        make_certificates(self.certificates, hosts)
+
+    def up(self, host: str, port: int) -> None:
+        """Start the SuperLink; it stays when this process ends."""
+        if self.pid is not None:
+            raise TransportError(f"The SuperLink of {self.home} runs already, at {self.address}.")
+        if not (self.certificates / "ca.crt").exists():
+            raise ConfigError(
+                f"There are no certificates in {self.certificates}. Make them first: 'fedharmony "
+                "flower certs --host NAME'."
+            )
+        certificates = {"ca-certfile": "ca.crt", "certfile": "server.pem", "keyfile": "server.key"}
+        files = [w for k, f in certificates.items() for w in (f"--ssl-{k}", self.certificates / f)]
+        command = [
+            *(program("flower-superlink"), "--host", host, "--port", str(port), *files),
+            *("--enable-supernode-auth", "--database", self.home / "state.db"),
+            "--disable-runtime-dependency-installation",
+        ]
+        with (self.home / "superlink.log").open("ab") as log:
+            process = subprocess.Popen(
+                [str(word) for word in command],
+                stdin=subprocess.DEVNULL,
+                stdout=log,
+                stderr=log,
+                env=self.environment,
+                cwd=self.home,
+                start_new_session=True,
+            )
+        address = f"{host}:{port}"
+        about = {"pid": process.pid, "began": _began(process.pid), "address": address}
+        write_file(self.home / "link.json", json.dumps(about).encode())
+        settings = {"address": address, "root-certificates": str(self.certificates / "ca.crt")}
+        (self.home / "flwr").mkdir(exist_ok=True)
+        flower = to_toml({"superlink": {NAME: settings}})
+        write_file(self.home / "flwr" / "config.toml", flower.encode())
+        until = time.monotonic() + START_S
+        while not _answers(host, port):
+            if process.poll() is not None or time.monotonic() > until:
+                self.down()
+                raise TransportError(
+                    f"The SuperLink did not start at {address}. Its log says why: "
+                    f"{self.home / 'superlink.log'}."
+                )
+            time.sleep(LOOK_S)
+
+    def down(self) -> bool:
+        """End the SuperLink with all that it started; False where none ran."""
+        if (pid := self.pid) is None:
+            return False
+        until = time.monotonic() + END_S
+        os.killpg(pid, signal.SIGTERM)
+        while _alive(pid) and time.monotonic() < until:
+            time.sleep(0.1)
+        with suppress(ProcessLookupError):
+            os.killpg(pid, signal.SIGKILL)
+        (self.home / "link.json").unlink(missing_ok=True)
+        return True
+
+    def flwr(self, *words: str | Path) -> dict[str, Any]:
+        """What a command of Flower's answers, as JSON."""
+        command = [program("flwr"), *map(str, words), "--format", "json"]
+        done = subprocess.run(command, env=self.environment, capture_output=True, text=True)
+        try:
+            found = json.loads(done.stdout[done.stdout.index("{") :])
+        except ValueError:
+            found = {"success": False, "error-message": done.stderr or done.stdout}
+        if not found.get("success"):
+            said = " ".join(str(found.get("error-message", "no reason given")).split())
+            raise TransportError(f"'flwr {' '.join(map(str, words[:2]))}' failed: {said[:500]}")
+        return dict(found)
+
+    def register(self, name: str, key: Path) -> None:
+        """Let a site join: its name, and its public key."""
+        _ = self.address
+        found = self.flwr("supernode", "register", key.absolute(), NAME, "--name", name)
+        names = {**self._names(), str(found["node-id"]): name}
+        write_file(self.home / "sites.json", json.dumps(names, indent=1).encode())
+
+    def sites(self) -> list[tuple[str, str, str]]:
+        """The registered sites: name, whether it is online, and since when or until when it was."""
+        _ = self.address
+        names, found = self._names(), self.flwr("supernode", "list", NAME).get("nodes", [])
+        return sorted(
+            (names.get(node["node-id"], node["node-id"]), node["status"], node["online-at"])
+            for node in found
+        )
+
+    def _names(self) -> dict[str, str]:
+        """The names of the nodes that were registered here; Flower lists numbers alone."""
+        try:
+            return dict(json.loads((self.home / "sites.json").read_bytes()))
+        except (OSError, ValueError):
+            return {}
+
+    # -- runs --------------------------------------------------------------------------------------
+
+    def order(
+        self, settings: dict[str, Any] | None, out: Path, sites: int, wait_s: float, limit_s: float
+    ) -> Ordered:
+        """Have the SuperLink run settings, or resume the run of a folder where there are none."""
+        _ = self.address
+        folder = self.home / "orders" / uuid.uuid4().hex[:12]
+        folder.mkdir(parents=True)
+        config = folder / "settings.toml"
+        if settings is not None:
+            write_file(config, to_toml(settings).encode())
+        order = {
+            "config": str(config.absolute()) if settings is not None else "",
+            "out": str(out.absolute()),
+            "outcome": str((folder / "outcome.json").absolute()),
+            "sites": sites,
+            "wait-s": float(wait_s),
+            "limit-s": float(limit_s),
+        }
+        app = folder / "app"
+        app.mkdir()
+        write_file(app / "pyproject.toml", (APP + to_toml(order)).encode())
+        number = str(self.flwr("run", app, NAME)["run-id"])
+        return Ordered(self, number, RunFolder(out), folder / "outcome.json")
+
+
+@dataclass(frozen=True)
+class Ordered:
+    """A run that a SuperLink carries out."""
+
+    link: Link
+    number: str
+    folder: RunFolder
+    outcome: Path
+
+    def follow(self, observe: Callable[[dict[str, Any]], None]) -> None:
+        """Tell the run's events as they come, until it ends; a failure is raised here."""
+        seen = len(self.folder.events.read_bytes()) if self.folder.events.exists() else 0
+        asked = time.monotonic()
+        while True:
+            ended = self.outcome.exists()
+            seen = self._tell(seen, observe)
+            if ended:
+                break
+            if time.monotonic() - asked > ASK_S:
+                self._refuse_dead()
+                asked = time.monotonic()
+            time.sleep(LOOK_S)
+        found = json.loads(self.outcome.read_bytes())
+        if found["status"] != "completed":
+            kinds = {"ClientLimitError": ClientLimitError, "ConfigError": ConfigError}
+            raise kinds.get(found.get("kind", ""), CheckpointError)(found["error"])
+
+    def stop(self) -> None:
+        """Have the SuperLink end the run; finished rounds are kept."""
+        self.link.flwr("stop", self.number, NAME)
+
+    def _tell(self, seen: int, observe: Callable[[dict[str, Any]], None]) -> int:
+        """Tell what the log has beyond ``seen`` bytes; how many it has now, in whole lines."""
+        log = self.folder.events.read_bytes() if self.folder.events.exists() else b""
+        seen = min(seen, len(log))  # a resumed run cuts what came after its checkpoint
+        whole = log[seen : log.rfind(b"\n") + 1]
+        for event in parse_events(whole)[0]:
+            observe(event)
+        return seen + len(whole)
+
+    def _refuse_dead(self) -> None:
+        """Find out about a server that ended without writing how."""
+        runs = self.link.flwr("list", NAME, "--run-id", self.number).get("runs", [])
+        status = str(runs[0].get("status", "")) if runs else "unknown"
+        if status.startswith("finished") and not self.outcome.exists():
+            raise CheckpointError(
+                f"The server of this run ended without a word ({status}); the log of the SuperLink "
+                f"may say why: {self.link.home / 'superlink.log'}. Finished rounds are kept; go on "
+                f"with 'fedharmony flower resume {self.folder.path}'."
+            )
+
+
+def program(name: str) -> str:
+    """A program of Flower's, beside this Python or on the path."""
+    beside = Path(sys.executable).parent / name
+    found = str(beside) if beside.exists() else shutil.which(name)
+    if found is None:
+        raise ConfigError(
+            f"There is no program {name}: Flower is not installed. Install it with "
+            "pip install 'fedharmony[flower]'."
+        )
+    return found
+
+
+def _alive(pid: int) -> bool:
+    """Whether a process runs; one of ours that has ended is put away."""
+    with suppress(ChildProcessError, OSError):
+        if os.waitpid(pid, os.WNOHANG)[0]:
+            return False
+    return _began(pid) is not None
+
+
+def _began(pid: int) -> str | None:
+    """When a process began, which tells it from a later one of the same number."""
+    try:
+        fields = Path(f"/proc/{pid}/stat").read_text().rpartition(")")[2].split()
+    except OSError:
+        return None
+    return None if fields[0] == "Z" else fields[19]
+
+
+def _answers(host: str, port: int) -> bool:
+    with suppress(OSError), socket.create_connection((host, port), timeout=1):
+        return True
+    return False

@@ -1,0 +1,81 @@
+"""What the SuperLink runs: a run over sites, as ``fedharmony flower run`` ordered it.
+
+The order says which settings, which folder, and how many sites; what became of it is written beside
+the order, because Flower calls a run completed whose server merely ended.
+"""
+
+from __future__ import annotations
+
+import json
+import logging
+import os
+from dataclasses import asdict, dataclass
+from pathlib import Path
+
+from flwr.app import Context
+from flwr.serverapp import Grid, ServerApp
+
+from fedharmony.config import build
+from fedharmony.engine.checkpoint import write_file
+from fedharmony.errors import FedHarmonyError
+from fedharmony.experiments.folder import RunFolder
+from fedharmony.experiments.settings import load_settings
+from fedharmony.flower import server
+from fedharmony.flower.transport import Post
+from fedharmony.flower.wire import GridPost
+
+app = ServerApp()
+logger = logging.getLogger(__name__)
+
+
+@dataclass(frozen=True)
+class Order:
+    """What the server is to do.
+
+    Attributes:
+        config: file with all settings; empty to resume the run in the folder.
+        out: the run's folder.
+        outcome: the file that says how it ended.
+        sites: how many sites to wait for.
+        wait_s: how long.
+        limit_s: how long an exchange may take.
+    """
+
+    config: str
+    out: str
+    outcome: str
+    sites: int
+    wait_s: float
+    limit_s: float
+
+
+@app.main()
+def main(grid: Grid, context: Context) -> None:
+    """Run, and write down how it ended."""
+    given = {key.replace("-", "_"): value for key, value in context.run_config.items()}
+    order = build(Order, given, "order")
+    outcome = {"status": "failed", "error": "the server ended without a word"}
+    try:
+        carry_out(order, GridPost(grid))
+        outcome = {"status": "completed", "error": ""}
+    except FedHarmonyError as error:
+        outcome["error"] = str(error)
+        outcome["kind"] = type(error).__name__
+        raise
+    except BaseException as error:
+        outcome["error"] = f"{type(error).__name__}: {error}"
+        raise
+    finally:
+        write_file(Path(order.outcome), json.dumps({**outcome, "pid": os.getpid()}).encode())
+
+
+def carry_out(order: Order, post: Post) -> None:
+    """The run of an order."""
+    logging.getLogger("fedharmony").setLevel(logging.INFO)
+    terms = server.Terms(order.sites, order.wait_s, order.limit_s)
+    folder = RunFolder(Path(order.out))
+    logger.info("Order: %s", asdict(order))
+    if order.config:
+        server.start(load_settings(order.config), folder, lambda event: None, post, terms)
+    else:
+        server.resume(folder, lambda event: None, post, terms)
