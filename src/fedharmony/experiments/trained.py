@@ -111,10 +111,9 @@ def load_model(folder: RunFolder, device: str = "auto") -> TrainedModel:
     backbone.mean, backbone.std = mean, std
     method = make_method(settings, without_files(settings.method_config), facts, backbone)
     model = make_model(settings, backbone, method)
-    plan = Blueprint(settings, facts, model, method, schedule=())
     place = choose_device(device)
-    state = plan.average.shown(folder.load_state(settings).state.to(place))
-    scorer = Scorer(model, method, state)
+    # Where global models are averaged, the last checkpoint holds the average.
+    scorer = Scorer(model, method, folder.load_state(settings).state.to(place))
     wanted = model.shapes()
     found = {name: tuple(tensor.shape[1:]) for name, tensor in scorer.parameters.items()}
     if differing := [name for name in wanted if found.get(name) != wanted[name]]:
