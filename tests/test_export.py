@@ -208,4 +208,11 @@ def test_exports_never_write_over_anything(
         with pytest.raises(CheckpointError, match="not written"):
             export(model, tmp_path / "out", onnx=True)
         assert exporting.form_of(model).timm is None
+
+        def fail(*_: object) -> bytes:
+            raise NotImplementedError("no such operation")
+
+        monkeypatch.setattr(exporting, "_traced", fail)
+        with pytest.raises(CheckpointError, match=r"as ONNX \(NotImplementedError: no such"):
+            export(model, tmp_path / "out", onnx=True)
     assert not (tmp_path / "out").exists()

@@ -213,21 +213,14 @@ def onnx_of(model: TrainedModel) -> bytes:
     """The model as ONNX: images (uint8) or features (float32) to scores, checked by onnxruntime."""
     runtime: Any = importlib.import_module("onnxruntime")
     graph, images = Graph(model.scorer).eval(), samples(model)
-    with tempfile.TemporaryDirectory() as folder, warnings.catch_warnings(), _silent():
-        warnings.simplefilter("ignore")  # of the exporter about itself
-        program = torch.onnx.export(
-            graph,
-            (images.to(model.device),),
-            dynamo=True,
-            verbose=False,
-            input_names=["images"],
-            output_names=["scores"],
-            dynamic_shapes=({0: torch.export.Dim("images")},),
-        )
-        assert program is not None
-        file = Path(folder, "model.onnx")
-        program.save(file, external_data=False)
-        content = file.read_bytes()
+    try:
+        content = _traced(graph, images.to(model.device))
+    except Exception as error:  # of the exporter: it meets something that it does not know
+        reason = " ".join(str(error).split())[:300]
+        raise CheckpointError(
+            f"The model cannot be written as ONNX ({type(error).__name__}: {reason}). Export "
+            "without --onnx."
+        ) from error
     session = runtime.InferenceSession(content, providers=["CPUExecutionProvider"])
     for rows in (images, images[:1]):
         (found,) = session.run(None, {"images": rows.numpy()})
@@ -237,6 +230,25 @@ def onnx_of(model: TrainedModel) -> bytes:
                 "not written. Export without --onnx, and please report this."
             )
     return content
+
+
+def _traced(graph: Graph, images: Tensor) -> bytes:
+    """The graph as ONNX, for any number of images."""
+    with tempfile.TemporaryDirectory() as folder, warnings.catch_warnings(), _silent():
+        warnings.simplefilter("ignore")  # of the exporter about itself
+        program = torch.onnx.export(
+            graph,
+            (images,),
+            dynamo=True,
+            verbose=False,
+            input_names=["images"],
+            output_names=["scores"],
+            dynamic_shapes=({0: torch.export.Dim("images")},),
+        )
+        assert program is not None
+        file = Path(folder, "model.onnx")
+        program.save(file, external_data=False)
+        return file.read_bytes()
 
 
 @contextmanager
