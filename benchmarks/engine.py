@@ -37,7 +37,7 @@ from fedharmony.engine.cohort import Cohort
 from fedharmony.engine.federation import Federation, FederationSettings
 from fedharmony.engine.means import Means
 from fedharmony.engine.optimise import TrainSettings
-from fedharmony.engine.room import Trial
+from fedharmony.engine.room import RoomTest
 from fedharmony.experiments.machine import choose_means
 from fedharmony.experiments.settings import EngineSettings
 from fedharmony.methods.base import Task, methods
@@ -112,7 +112,7 @@ class Run:
         ends = np.cumsum(sizes)
         parts = (np.arange(end - n, end) for n, end in zip(sizes, ends, strict=True))
         clients = dict(enumerate(parts))
-        self.rule = Trial(net, params, means, device, BATCH, (3, side, side)).rule()
+        self.rule = RoomTest(net, params, means, device, BATCH, (3, side, side)).rule()
         settings = TrainSettings(epochs=EPOCHS, batch_size=BATCH)
         cohort = Cohort(net, self.method, data, clients, settings, 0, device, means=means)
         self.images, self.device = sum(sizes) * EPOCHS, device

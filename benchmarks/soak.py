@@ -35,7 +35,7 @@ from engine import EVER, NAMES, flair_sizes, make_data
 from fedharmony.engine.cohort import Cohort
 from fedharmony.engine.means import Means
 from fedharmony.engine.optimise import TrainSettings
-from fedharmony.engine.room import Trial
+from fedharmony.engine.room import RoomTest
 from fedharmony.experiments.machine import choose_means
 from fedharmony.experiments.settings import EngineSettings
 from fedharmony.methods.base import Task, methods
@@ -100,7 +100,7 @@ class Soaked:
                 net, self.method, data, clients, settings, seed, device, frozen=frozen, means=means
             )
             params = {**trained, **frozen}
-            rule = Trial(net, params, means, device, BATCH, (3, side, side)).rule()
+            rule = RoomTest(net, params, means, device, BATCH, (3, side, side)).rule()
             self.ways[name] = InProcess(cohort, rule)
         state = self.method.init_state(trained, backbone.init_buffers())
         self.state: Record = (state.replace({FROZEN: frozen}) if frozen else state).to(device)

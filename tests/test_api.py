@@ -18,10 +18,12 @@ import torch
 import fedharmony as fh
 from fedharmony.data.arrays import data_set
 from fedharmony.errors import CheckpointError, ConfigError, DataError, FedHarmonyError
+from fedharmony.experiments.build import draw_partition
 from fedharmony.experiments.folder import RunFolder
+from fedharmony.experiments.init import fitting
 from fedharmony.experiments.run import start
 from fedharmony.experiments.scores import load_scores
-from fedharmony.experiments.settings import load_settings
+from fedharmony.experiments.settings import compose, load_settings
 from fedharmony.report.progress import Progress
 
 ROOT = Path(__file__).parents[1]
@@ -233,6 +235,27 @@ def test_clients_train_on_what_they_hold(tmp_path: Path) -> None:
     split = json.loads((tmp_path / "x" / "partition.json").read_text())
     assert split["indices"] == [list(range(10)), list(range(10, 34)), [34]]  # of the 35 used
     assert found.predict(x).shape == (40, 3)
+
+
+def test_tensors_objects_and_numbers_of_other_kinds_will_do(tmp_path: Path) -> None:
+    x, y = features(20)
+    half = data_set(torch.tensor(x, dtype=torch.bfloat16), torch.tensor(y == 1), 0.5)
+    assert half.train.images.shape == (6,)
+    owners = np.array(["ann", "bob"] * 10, dtype=object)
+    users = data_set(x, y, 0.5, clients=owners).train.users
+    assert users is not None
+    assert set(users) == {"ann", "bob"}
+    given: dict[str, Any] = {"clients": np.int64(2), "rounds": np.int64(1), "quiet": True}
+    found = fh.train(x, y, method="fedavg", out=tmp_path / "x", **given)
+    assert found.settings.split.common.clients == 2
+
+
+def test_clients_keep_all_their_images() -> None:
+    """A natural split would take 512 of each at most."""
+    data = data_set(*features(1300), 0.1, clients=np.arange(1300) % 2)
+    settings = compose(fitting(data))
+    split = draw_partition(settings, data.train.labels, data.train.users)
+    assert split.sizes.sum() == len(data.train) == 1170
 
 
 def test_unknown_labels_are_marked() -> None:

@@ -100,6 +100,9 @@ def test_a_run_folder_is_complete(finished: Path) -> None:
         "checkpoint.safetensors",
         "results.json",
         "matrices.safetensors",
+        "scores.safetensors",
+        "examples.safetensors",
+        "model.json",
         "report.html",
     }
     found = results(finished)

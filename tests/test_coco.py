@@ -17,7 +17,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from fedharmony.config import build
-from fedharmony.data import datasets
+from fedharmony.data.base import datasets
 from fedharmony.data.coco import IMAGES, Coco, parse_instances
 from fedharmony.data.file_source import AnnotatedFiles, CheckLine
 from fedharmony.errors import ConfigError, DataError

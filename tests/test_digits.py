@@ -12,7 +12,7 @@ import torch
 
 import fedharmony.data.digits as digits
 from fedharmony.config import build
-from fedharmony.data import DataSet, LabelledImages, TensorImages, cache_folder, datasets
+from fedharmony.data.base import DataSet, LabelledImages, TensorImages, cache_folder, datasets
 from fedharmony.data.digits import CLASSES, Digits, compose, planted_correlation
 from fedharmony.errors import ConfigError, DataError
 from fedharmony.rng import numpy_rng

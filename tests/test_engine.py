@@ -32,7 +32,7 @@ from fedharmony.engine.means import Means
 from fedharmony.engine.optimise import TrainSettings
 from fedharmony.engine.sampling import Schedule, cohort_size, drops_out
 from fedharmony.errors import CheckpointError, ClientLimitError, ConfigError
-from fedharmony.losses import Batch, LossSettings, binary_cross_entropy
+from fedharmony.losses import Batch, LossSettings, task_loss
 from fedharmony.methods.base import Groups, Reads, Stage, Sweep, methods
 from fedharmony.methods.fedavg import FedAvg
 from fedharmony.models.base import Model
@@ -140,8 +140,8 @@ def test_padding_rows_and_unknown_labels_do_not_count() -> None:
     labels = torch.tensor([[1.0, 0.0], [0.0, 0.0], [1.0, 1.0]])
     counted = torch.tensor([[1.0, 0.0], [0.0, 1.0], [0.0, 0.0]])
     batch = Batch(labels, torch.tensor([1.0, 1.0, 0.0]), counted)
-    assert float(binary_cross_entropy(logits, batch)) == pytest.approx(0.220095, abs=1e-5)
-    assert float(binary_cross_entropy(logits, batch._replace(counted=counted * 0))) == 0.0
+    assert float(task_loss(LossSettings(), logits, batch)) == pytest.approx(0.220095, abs=1e-5)
+    assert float(task_loss(LossSettings(), logits, batch._replace(counted=counted * 0))) == 0.0
 
 
 def test_known_mask_reaches_the_loss() -> None:

@@ -237,7 +237,7 @@ def test_a_test_file(tmp_path: Path) -> None:
         ("x,label_a\n1e39,0\n", {}, "line 2: column 'x' holds '1e39'"),
         ("x,label_a\n1,0\n,1\n", {}, "line 3: column 'x' is empty. Features must be known"),
         ("x,label_a\n1,0\n1\n", {}, "line 3: there are 1 cells below 2 columns"),
-        ("x,label_a\n1,2\n", {}, "line 2: label column 'label_a' holds '2', which is not 0, 1"),
+        ("x,label_a\n1,2\n", {}, "line 2: column 'label_a' holds '2', which is not 0, 1"),
         ("x,y\n1,2\n", {}, "no label column: no name begins with 'label_'"),
         ("label_a,label_b\n1,0\n", {}, "no feature column"),
         ("x,x,label_a\n1,2,0\n", {}, "two columns 'x'"),

@@ -19,7 +19,7 @@ from fedharmony import correlation as corr
 from fedharmony.consensus import CORRELATION, FOLDED, TABLE, Operator
 from fedharmony.engine.checkpoint import from_bytes, to_bytes
 from fedharmony.errors import ConfigError
-from fedharmony.losses import Batch, binary_cross_entropy
+from fedharmony.losses import Batch, LossSettings, task_loss
 from fedharmony.methods.base import ClientView, Task
 from fedharmony.methods.fedharmony import CLUSTERS, TEACHER, FedHarmony
 from fedharmony.types import BUFFERS, PARAMS, Record, Reply
@@ -232,7 +232,7 @@ def test_loss_is_bce_plus_weighted_discrepancy() -> None:
     spread = np.sqrt(p * (1 - p))
     R = (joint - np.outer(p, p)) / (np.outer(spread, spread) + 1e-6)
     misfit = ((R[0, 1] - 0.4) ** 2 + (R[1, 2] - 0.2) ** 2) / 2
-    expected = binary_cross_entropy(logits, batch).item() + 2.0 * misfit
+    expected = task_loss(LossSettings(), logits, batch).item() + 2.0 * misfit
     assert value.item() == pytest.approx(expected, rel=1e-6)
     torch.testing.assert_close(after["moments"][0].double(), torch.from_numpy(p), rtol=1e-6, atol=0)
 
@@ -248,7 +248,7 @@ def test_second_batch_uses_running_moments() -> None:
     mixed = corr.Moments(0.925 * first.values + 0.075 * second.values)
     pairs = message[TEACHER]["known"] & ~torch.eye(3, dtype=torch.bool)
     psi = corr.discrepancy(corr.correlation(mixed), message[TEACHER]["matrix"].double(), pairs)
-    expected = binary_cross_entropy(other, batch) + psi
+    expected = task_loss(LossSettings(), other, batch) + psi
     assert value.item() == pytest.approx(expected.item(), rel=1e-5)
     value.backward()
     assert other.grad is not None
@@ -1062,7 +1062,7 @@ def test_a_label_that_is_never_known_is_not_aligned() -> None:
     harmony = method(UNKNOWN, align_weight=1.0)
     value, carry = unknown_loss(harmony, logits, known)
     local = corr.soft_correlation(logits.sigmoid())
-    fit = binary_cross_entropy(logits, known_batch(torch.zeros_like(logits), known))
+    fit = task_loss(LossSettings(), logits, known_batch(torch.zeros_like(logits), known))
     assert value.item() == pytest.approx(fit.item() + (local[0, 1].item() - 0.4) ** 2, rel=1e-5)
     assert carry["pairs"][1, 2]
 

@@ -100,7 +100,7 @@ def test_a_temporary_file_that_was_swept_away_is_made_again(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """Between its making and its locking it looks like one of a dead process."""
-    lock, swept = files._lock, []
+    lock, swept = files.take_lock, []
 
     def late(handle: int, wait: bool = False) -> None:
         if wait and not swept:
@@ -108,7 +108,7 @@ def test_a_temporary_file_that_was_swept_away_is_made_again(
             swept[0].unlink()
         lock(handle, wait)
 
-    monkeypatch.setattr(files, "_lock", late)
+    monkeypatch.setattr(files, "take_lock", late)
     write_atomically(tmp_path / "file", b"whole")
     assert len(swept) == 1
     assert {path.name: path.read_bytes() for path in tmp_path.iterdir()} == {"file": b"whole"}
@@ -118,7 +118,7 @@ def test_a_lock_that_went_with_its_holder_is_taken_anew(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """Who opened the lock file before its holder removed it must not hold a file nobody sees."""
-    lock, removed = files._lock, []
+    lock, removed = files.take_lock, []
 
     def late(handle: int, wait: bool = False) -> None:
         if not removed:
@@ -126,7 +126,7 @@ def test_a_lock_that_went_with_its_holder_is_taken_anew(
             removed[0].unlink()
         lock(handle, wait)
 
-    monkeypatch.setattr(files, "_lock", late)
+    monkeypatch.setattr(files, "take_lock", late)
     with sole_writer(tmp_path):
         assert (tmp_path / LOCK).exists()
     assert removed

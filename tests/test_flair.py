@@ -14,7 +14,7 @@ from PIL import Image
 import fedharmony.data.flair as module
 import fixtures_flair as flair
 from fedharmony.config import build
-from fedharmony.data import DataSet, datasets
+from fedharmony.data.base import DataSet, datasets
 from fedharmony.data.file_source import AnnotatedFiles
 from fedharmony.data.flair import COARSE, Flair
 from fedharmony.data.flair_forms import parquet as parquet_form

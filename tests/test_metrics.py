@@ -23,7 +23,6 @@ from fedharmony.metrics import (
     evaluate,
     evaluate_clients,
     multilabel,
-    per_label_average_precision,
     structure_metrics,
     trivial_baselines,
 )
@@ -264,8 +263,10 @@ def test_tied_list_depends_on_order_only_when_stable():
 
 def test_stable_equals_grouped_without_ties():
     scores, targets = random_case(400, 4, "metrics/stable")
-    grouped = per_label_average_precision(scores, targets)
-    stable = per_label_average_precision(scores, targets, ties="stable")
+    grouped, stable = (
+        evaluate(scores, targets, MetricOptions(ap_ties=ties)).per_label_ap
+        for ties in ("grouped", "stable")
+    )
     np.testing.assert_allclose(grouped, stable, rtol=1e-13)
     assert np.ptp(grouped) > 0.05
 
@@ -273,9 +274,9 @@ def test_stable_equals_grouped_without_ties():
 def test_any_score_scale_ranks_alike():
     scores, targets = random_case(100, 3, "metrics/scale")
     logits = np.log(scores / (1 - scores))
-    np.testing.assert_array_equal(
-        per_label_average_precision(scores, targets), per_label_average_precision(logits, targets)
-    )
+    for label in range(3):
+        expected = average_precision(scores[:, label], targets[:, label])
+        assert average_precision(logits[:, label], targets[:, label]) == expected
 
 
 def binned_reference(scores, targets, bins):
@@ -521,8 +522,6 @@ def test_non_finite_scores_are_an_error(value):
     scores[1, 2] = scores[4, 0] = value
     with pytest.raises(DataError, match="2 of 24 scores are not finite, the first at row 1, label"):
         evaluate(scores, TARGETS)
-    with pytest.raises(DataError, match="not finite, the first at row 4\\."):
-        average_precision(scores[:, 0], TARGETS[:, 0])
     with pytest.raises(DataError, match="not finite"):
         structure_metrics(scores, TARGETS)
 
@@ -533,8 +532,6 @@ def test_scores_that_are_no_probabilities_are_an_error(value):
     scores[5, 3] = value
     with pytest.raises(DataError, match=r"\[0, 1\]; 1 of 24 do not, the first at row 5, label 3"):
         evaluate(scores, TARGETS)
-    with pytest.raises(DataError, match=r"\[0, 1\]"):
-        average_precision(scores[:, 3], TARGETS[:, 3], bins=200)
 
 
 def test_other_bad_input_is_an_error():
@@ -542,8 +539,6 @@ def test_other_bad_input_is_an_error():
         evaluate(SCORES, TARGETS[:5])
     with pytest.raises(DataError, match="both must be"):
         evaluate(SCORES[0], TARGETS[0])
-    with pytest.raises(DataError, match="both must be"):
-        average_precision(SCORES, TARGETS)
     with pytest.raises(DataError, match="nothing to evaluate"):
         evaluate(np.zeros((0, 4)), np.zeros((0, 4)))
     targets = TARGETS.astype(float)
@@ -574,13 +569,6 @@ def test_other_bad_input_is_an_error():
 def test_bad_options_are_an_error(settings_, message):
     with pytest.raises(ConfigError, match=message):
         MetricOptions(**settings_)
-
-
-def test_bad_average_precision_mode_is_an_error():
-    with pytest.raises(ConfigError, match="Did you mean 'grouped'"):
-        average_precision([0.5], [1], ties="group")
-    with pytest.raises(ConfigError, match="at least 2 bins"):
-        per_label_average_precision([[0.5]], [[1]], bins=0)
 
 
 def test_options_validate_as_a_plain_dataclass():

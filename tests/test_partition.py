@@ -17,8 +17,8 @@ from hypothesis.extra.numpy import arrays
 
 from fedharmony.config import build, keys
 from fedharmony.errors import ConfigError, PartitionError
-from fedharmony.partition import Partition, Splitter, split_report, splitters
 from fedharmony.partition import report as split_reports
+from fedharmony.partition.base import Partition, Splitter, splitters
 from fedharmony.partition.dirichlet import (
     PivotDirichlet,
     cumulative_dirichlet,
@@ -32,6 +32,7 @@ from fedharmony.partition.report import (
     correlation_drift,
     jensen_shannon,
     label_shares,
+    split_report,
 )
 from fedharmony.types import Index, Labels
 

@@ -186,13 +186,13 @@ def test_thresholds_are_the_run_s_or_one_for_all(run: tuple[Path, Path, list[Pat
 def test_tables_list_images(run: tuple[Path, Path, list[Path]], tmp_path: Path) -> None:
     """Paths are below the table's folder; the column is the usual one, or named."""
     _, data, tests = run
-    found = find_images([data / "labels.csv"], "image")
+    found = find_images([data / "labels.csv"])
     assert len(found) == 24
     assert found.paths[0] == tests[0]
     (tmp_path / "t.csv").write_text("photo,n\na.png,1\n")
-    assert find_images([tmp_path / "t.csv"], "photo").paths == (tmp_path / "a.png",)
+    assert find_images([tmp_path / "t.csv"], ["photo"]).paths == (tmp_path / "a.png",)
     with pytest.raises(DataError, match=r"a.png cannot be read: No such file"):
-        find_images([tmp_path / "t.csv"], "photo").read(0)
+        find_images([tmp_path / "t.csv"], ["photo"]).read(0)
     with pytest.raises(DataError, match="no column of paths"):
         find_images([tmp_path / "t.csv"])
     (tmp_path / "t.csv").write_text("image,n\n,1\n")

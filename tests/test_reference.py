@@ -15,8 +15,9 @@ from unittest import mock
 import pytest
 
 from fedharmony.cli import main
-from fedharmony.cli_settings import complete_change, complete_config, complete_methods
+from fedharmony.cli_settings import complete_config, complete_methods
 from fedharmony.config import keys
+from fedharmony.errors import FedHarmonyError
 from fedharmony.experiments import dry_run
 from fedharmony.experiments.origins import show
 from fedharmony.experiments.reference import all_settings, matching, page
@@ -176,6 +177,36 @@ def test_a_plan_refuses_what_a_run_would(tmp_path: Path, change: str, complaint:
     assert not (tmp_path / "x").exists()
 
 
+def test_a_plan_decodes_no_image_and_misses_none(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Files that are no images will do for a plan, but each must be there."""
+    monkeypatch.setenv("FEDHARMONY_CACHE", str(tmp_path / "cache"))
+    rows = [f"{i}.png,{'ab'[i % 2]}" for i in range(20)]
+    (tmp_path / "labels.csv").write_text("\n".join(["image,labels", *rows]))
+    for i in range(20):
+        (tmp_path / f"{i}.png").write_text("not read")
+    changes = ["data.name=table", f"data.path={tmp_path}", "data.image_size=32", "split.clients=2"]
+    args = ("run", "demo", *changes, "--dry-run", "--out", str(tmp_path / "run"))
+    code, out, err = call(*args)
+    assert code == 0, err
+    assert "16 images of 32 × 32 pixels for training, 4 for the test" in " ".join(out.split())
+    (tmp_path / "7.png").unlink()
+    code, _, err = call(*args)
+    assert code == 2
+    assert "7.png" in err
+    assert not (tmp_path / "cache").exists()
+    assert not (tmp_path / "run").exists()
+
+
+def test_weights_are_read_where_nothing_is_timed(tmp_path: Path) -> None:
+    """On a GPU the time of a step is not known beforehand."""
+    settings = load_settings("demo", [*SMALL, "model.weights=/nowhere.safetensors"])
+    untimed = mock.patch.object(dry_run, "_seconds", return_value=None)
+    with untimed, pytest.raises(FedHarmonyError, match="nowhere"):
+        dry_run.plan_of_run(settings, tmp_path / "x")
+
+
 def test_a_plan_refuses_a_folder_that_is_taken(tmp_path: Path) -> None:
     (tmp_path / "file").touch()
     code, _, err = call("run", "demo", *SMALL, "--dry-run", "--out", str(tmp_path))
@@ -196,8 +227,6 @@ def test_names_are_completed(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) ->
     (tmp_path / "demonstration.toml").touch()
     monkeypatch.chdir(tmp_path)
     assert complete_config("dem") == ["demo", "demonstration.toml"]
-    assert complete_change("methods/fedp") == ["methods/fedprox"]
-    assert complete_change("run.method=fedh") == ["run.method=fedharmony"]
     assert complete_methods("fedavg,fedp") == ["fedavg,fedprox"]
     assert {name for name in complete_methods("") if name not in ("all", "central")} == {
         name
@@ -227,5 +256,9 @@ def completions(words: str) -> str:
 
 
 def test_the_shell_gets_its_completions_without_torch() -> None:
+    """Bash itself takes ``run.method=fedh`` for three words."""
+    assert completions("fedharmony run demo methods/fedp").split() == ["methods/fedprox"]
+    assert completions("fedharmony run demo run.method = fedh").split() == ["fedharmony"]
+    assert completions("fedharmony run demo run.method=fedh").split() == ["run.method=fedharmony"]
     assert completions("fedharmony run dem").split() == ["demo"]
     assert completions("fedharmony compare demo --methods fedc").split() == ["fedcurv"]

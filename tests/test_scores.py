@@ -8,6 +8,7 @@ from pathlib import Path
 
 import numpy as np
 import pytest
+from safetensors import safe_open
 
 from fedharmony.errors import CheckpointError
 from fedharmony.experiments import scores as scoring
@@ -52,6 +53,13 @@ def test_scores_come_back_as_they_were(tmp_path: Path, known: bool, users: bool)
     else:
         assert found.known is None
     assert (found.ids, found.classes, found.users) == (written.ids, written.classes, written.users)
+
+
+def test_the_same_scores_give_the_same_bytes(tmp_path: Path) -> None:
+    """One entry in the header: the format writes several in any order."""
+    save_scores(tmp_path, some(), 6)
+    with safe_open(tmp_path / "scores.safetensors", framework="numpy") as file:
+        assert list(file.metadata()) == ["names"]
 
 
 def test_too_many_scores_are_not_kept_and_that_is_said(

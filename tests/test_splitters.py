@@ -15,21 +15,17 @@ from hypothesis.extra.numpy import arrays
 from fedharmony.data.base import TensorImages
 from fedharmony.data.transforms import TRANSFORMS
 from fedharmony.errors import ConfigError, PartitionError
-from fedharmony.partition import (
-    Partition,
-    client_known,
-    feature_skew,
-    prior,
-    skewed_images,
-    split_report,
-    splitters,
-)
+from fedharmony.partition import prior
+from fedharmony.partition.annotation import client_known
+from fedharmony.partition.base import Partition, splitters
 from fedharmony.partition.dirichlet import pivot_labels
+from fedharmony.partition.feature_skew import feature_skew, skewed_images
 from fedharmony.partition.iid import Iid
 from fedharmony.partition.labelset import LabelsetDirichlet, labelset_groups
 from fedharmony.partition.natural import Natural
 from fedharmony.partition.prior import PriorDirichlet, assign, log_priors
 from fedharmony.partition.quantity import QuantityDirichlet, dirichlet_sizes, lifted
+from fedharmony.partition.report import split_report
 from fedharmony.partition.shards import Shards, shards_per_label
 from fedharmony.types import Index, Labels
 from test_partition import covers_once, made, problems, voc_like

@@ -17,8 +17,8 @@ from hypothesis import strategies as st
 from PIL import Image
 
 from fedharmony.config import build
-from fedharmony.data import datasets
 from fedharmony.data import table as tables
+from fedharmony.data.base import datasets
 from fedharmony.data.check import look_alikes
 from fedharmony.data.table import JoinedCells, Table, held_out, held_out_users
 from fedharmony.errors import ConfigError, DataError

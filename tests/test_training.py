@@ -30,7 +30,7 @@ from fedharmony.engine.optimise import (
     sgd_step,
     step_factors,
 )
-from fedharmony.engine.room import StackRule, Trial
+from fedharmony.engine.room import RoomTest, StackRule
 from fedharmony.errors import ConfigError
 from fedharmony.experiments.build import assemble
 from fedharmony.experiments.evaluate import evaluate
@@ -915,16 +915,16 @@ def test_large_models_train_fewer_at_once_on_a_cpu() -> None:
     vit = models["vit_base_patch16"](models["vit_base_patch16"].Config(), InputSpec(3, 32, 32))
     model = Model(vit, LinearHead(vit.width, 5))
     weights = {n: torch.empty(s, device="meta") for n, s in model.shapes().items()}
-    trial = Trial(model, weights, Means(), torch.device("cpu"), 16, (3, 32, 32))
+    trial = RoomTest(model, weights, Means(), torch.device("cpu"), 16, (3, 32, 32))
     assert trial.rule() == StackRule(2, 16, 2)
 
 
 @pytest.mark.parametrize(
     ("free", "total", "rule"),
     [
-        (10**11, 10**11, StackRule(48, 16, 384, alike=1)),
-        (9 * 10**9, 10**10, StackRule(44, 16, 266, alike=1)),
-        (8 * 10**9, 10**11, StackRule(44, 16, 266, alike=1)),
+        (10**11, 10**11, StackRule(48, 16, 384, common_bits=1)),
+        (9 * 10**9, 10**10, StackRule(44, 16, 266, common_bits=1)),
+        (8 * 10**9, 10**11, StackRule(44, 16, 266, common_bits=1)),
     ],
 )
 def test_widths_on_a_gpu_follow_from_its_memory(
@@ -937,10 +937,10 @@ def test_widths_on_a_gpu_follow_from_its_memory(
     free of it beyond that, or others have taken the rest.
     """
     monkeypatch.setattr(torch.cuda, "mem_get_info", lambda device: (free, total))
-    monkeypatch.setattr(Trial, "_bytes_per_image", lambda self: 10**7)
+    monkeypatch.setattr(RoomTest, "_bytes_per_image", lambda self: 10**7)
     params = {"w": torch.zeros(10**6)}
     gpu = torch.device("cuda")
-    assert Trial(small_vit(), params, Means(graphs=True), gpu, 16, (3, 8, 8)).rule() == rule
+    assert RoomTest(small_vit(), params, Means(graphs=True), gpu, 16, (3, 8, 8)).rule() == rule
 
 
 def test_a_model_is_evaluated_alike_whether_clients_or_a_file_gave_it() -> None:

@@ -11,8 +11,18 @@ from torch import Tensor
 
 from fedharmony.config import build
 from fedharmony.errors import ConfigError
-from fedharmony.models import Head, InputSpec, Model, models, stack, unstack
-from fedharmony.models.base import Shapes, attention, layer_norm, linear
+from fedharmony.models.base import (
+    Head,
+    InputSpec,
+    Model,
+    Shapes,
+    attention,
+    layer_norm,
+    linear,
+    models,
+    stack,
+    unstack,
+)
 from fedharmony.models.heads import LinearHead
 from fedharmony.models.vit import ViT, ViTBase, ViTTiny
 from fedharmony.rng import torch_rng

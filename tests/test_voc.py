@@ -15,7 +15,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from fedharmony.config import build
-from fedharmony.data import datasets
+from fedharmony.data.base import datasets
 from fedharmony.data.file_source import AnnotatedFiles, CheckLine
 from fedharmony.data.voc import (
     CLASSES,

@@ -8,7 +8,7 @@ import torch
 from safetensors.torch import load_file, save_file
 
 from fedharmony.errors import ConfigError
-from fedharmony.models import InputSpec, Model, stack
+from fedharmony.models.base import InputSpec, Model, stack
 from fedharmony.models.heads import LinearHead
 from fedharmony.models.vit import ViT, ViTTiny
 from fedharmony.models.weights import load_weights, resize_positions
@@ -138,7 +138,7 @@ def test_another_architecture_is_named_in_one_error(tmp_path: Path) -> None:
     assert "weights of another architecture" in message
     assert "missing: norm.weight;" in message
     assert "unexpected: blocks.0.ls1.gamma, " in message
-    assert "blocks.3.ls1.gamma and 2 more;" in message
+    assert "blocks.4.ls1.gamma and 1 more;" in message
     assert "of another shape: cls_token (1, 1, 9) instead of (1, 1, 8)." in message
 
 

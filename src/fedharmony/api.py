@@ -327,7 +327,7 @@ def _prepare(
     device: str | None,
 ) -> tuple[str, Settings, DataSet | None]:
     """What the run is called, its settings, and its data where they are arrays."""
-    number = clients if isinstance(clients, int) else None
+    number = clients if isinstance(clients, int | np.integer) else None
     given = {**given, "engine.device": device, "split.clients": number}
     top = {name: value for name, value in given.items() if value is not None}
     data: DataSet | None = None
@@ -343,9 +343,15 @@ def _prepare(
             raise DataError("Images need their labels: train(images, labels).")
         data = data_set(images, labels, test, classes, clients if number is None else None)
         name, layers = data.name, [Layer("what fits the data", dict(fitting(data)))]
-    layers.append(Layer("settings", nested(flat(settings or {}))))
-    layers.append(Layer("arguments", nested(top)))
+    layers.append(Layer("settings", _tree(settings or {})))
+    layers.append(Layer("arguments", _tree(top)))
     return name, compose(combine(layers)[0]), data
+
+
+def _tree(values: Mapping[str, Any]) -> dict[str, Any]:
+    """Settings by dotted or nested names as a tree; numbers of NumPy become Python's."""
+    plain = {k: v.item() if isinstance(v, np.generic) else v for k, v in flat(values).items()}
+    return nested(plain)
 
 
 def _layers(name: str) -> list[Layer]:

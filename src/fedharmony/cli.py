@@ -17,7 +17,7 @@ import tempfile
 import threading
 import traceback
 from collections.abc import Callable, Iterator, Sequence
-from contextlib import contextmanager, suppress
+from contextlib import ExitStack, contextmanager, suppress
 from dataclasses import dataclass
 from datetime import UTC, datetime
 from enum import StrEnum
@@ -119,6 +119,16 @@ def _hush(quiet: bool) -> bool:
     return quiet
 
 
+Methods = Annotated[
+    str,
+    typer.Option(
+        "--methods",
+        autocompletion=complete_methods,
+        help="Comma-separated methods; `name:preset` picks a preset, `all` takes every method, "
+        "`central` trains in one place, on as many images as the cohorts see.",
+    ),
+]
+Seeds = Annotated[str, typer.Option(help="Comma-separated seeds of run and initial model.")]
 Quiet = Annotated[
     bool,
     typer.Option("--quiet", "-q", metavar="", help="Print only the result.", callback=_hush),
@@ -303,6 +313,7 @@ def _show(folder: Path, quiet: bool) -> None:
 
 def _show_runs(runs: Runs, quiet: bool) -> None:
     from fedharmony.report.page import write_report
+    from fedharmony.report.remarks import remarks
     from fedharmony.report.tables import table_of
 
     report, table = write_report(runs), table_of(runs)
@@ -311,6 +322,8 @@ def _show_runs(runs: Runs, quiet: bool) -> None:
     if table.differences is not None:
         screen.print(table.differences.to_rich())
     if not quiet:
+        for remark in remarks(runs):
+            screen.print(remark, soft_wrap=True, highlight=False)
         screen.print(f"Report: {report}", soft_wrap=True)
 
 
@@ -380,18 +393,8 @@ def resume(
 def compare(
     config: ConfigArgument,
     overrides: Overrides = None,
-    method_list: Annotated[
-        str,
-        typer.Option(
-            "--methods",
-            autocompletion=complete_methods,
-            help="Comma-separated methods; `name:preset` picks a preset, `all` takes every method, "
-            "`central` trains in one place, on as many images as the cohorts see.",
-        ),
-    ] = "fedavg,fedharmony",
-    seeds: Annotated[
-        str, typer.Option(help="Comma-separated seeds of run and initial model.")
-    ] = "0,1,2",
+    method_list: Methods = "fedavg,fedharmony",
+    seeds: Seeds = "0,1,2",
     against: Against = None,
     jobs: Jobs = None,
     out: Out = None,
@@ -419,6 +422,63 @@ def compare(
         print_plan(plan_of_comparison(settings, names, numbers, folder))
     else:
         _compare(settings, Path(config).stem, names, numbers, folder, quiet, against, crowd)
+
+
+@app.command()
+def sweep(
+    config: ConfigArgument,
+    overrides: Overrides = None,
+    method_list: Methods = "fedavg,fedharmony",
+    seeds: Seeds = "0,1,2",
+    jobs: Jobs = None,
+    out: Out = None,
+    device: Devices = None,
+    quiet: Quiet = False,
+) -> None:
+    """Compare methods at every value of a setting: lines with bands, tables, a page.
+
+    Example: `fedharmony sweep demo split.gamma=0.1,0.3,1 --methods fedavg,fedharmony --seeds 0,1`
+
+    A setting with several values, separated by commas, is varied; of several such settings every
+    combination is tried. Finished runs are skipped and unfinished ones continued, so the same
+    command can be repeated or extended. Each combination is a comparison in a folder of its own.
+    """
+    _one_process("sweep")
+    _import_torch()
+    from fedharmony.experiments import sweep as sweeps
+    from fedharmony.experiments.folder import RunFolder
+    from fedharmony.report.load import load
+    from fedharmony.report.sweep import table_of, write_sweep
+    from fedharmony.report.tables import write_tables
+
+    crowd = _Crowd(jobs, _words(device or ""))
+    changes = _changes(overrides, crowd.devices[0] if crowd.devices else None, None)
+    folder = out or Path("runs") / f"{Path(config).stem}-sweep"
+    numbers = _numbers(seeds)
+    points = sweeps.plan(config, changes, _words(method_list), numbers, folder, crowd.size)
+    planned = [run for point in points for run in point.runs]
+    with crowd.progress(quiet) as progress, _repeatable(folder), crowd.workers() as workers:
+        data = sweeps.rehearse(points, progress)
+        titles = [f"{point.name} {r.label} seed {r.seed}" for point in points for r in point.runs]
+
+        def observer(i: int, run: Planned) -> Observer:
+            return progress.follow(i + 1, len(planned), titles[i], run.settings.run.rounds)
+
+        with RunFolder(folder).writing(), ExitStack() as held:
+            sweeps.write_index(folder, Path(config).stem, points)
+            for point in points:
+                held.enter_context(RunFolder(point.folder).writing())
+            if workers is None:
+                sweeps.execute(points, observer, data)
+            else:
+                workers.execute(planned, observer)
+            for point in points:
+                write_tables(load(point.folder))
+            swept = write_sweep(folder)
+    screen = console()
+    screen.print(table_of(swept).to_rich(screen.width))
+    if not quiet:
+        screen.print(f"Report: {folder / 'report.html'}", soft_wrap=True)
 
 
 @app.command()

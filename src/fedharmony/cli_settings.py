@@ -6,6 +6,7 @@ from collections.abc import Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING
 
+import typer
 from rich.padding import Padding
 from rich.table import Table
 from rich.text import Text
@@ -26,10 +27,15 @@ def complete_config(incomplete: str) -> list[str]:
     return [name for name in (*built_in_configs(), *files) if name.startswith(incomplete)]
 
 
-def complete_change(incomplete: str) -> list[str]:
-    """Configs that come on top, and the choice of a method."""
-    key = "run.method="
-    chosen = [f"{key}{name}" for name in _methods()]
+def complete_change(ctx: typer.Context, incomplete: str) -> list[str]:
+    """Configs that come on top, and the choice of a method.
+
+    bash takes ``run.method=fedavg`` for three words and completes the last one.
+    """
+    before = [word for word in ctx.params.get("overrides") or () if word != "="]
+    if before[-1:] == ["run.method"]:
+        return [name for name in _methods() if name.startswith(incomplete)]
+    chosen = [f"run.method={name}" for name in _methods()]
     return [*complete_config(incomplete), *(text for text in chosen if text.startswith(incomplete))]
 
 

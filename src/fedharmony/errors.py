@@ -15,6 +15,8 @@ from typing import Any
 
 #: Characters of a value that a message repeats.
 SHOWN = 120
+#: Names of a list that a message gives.
+NAMED = 5
 
 
 class FedHarmonyError(Exception):
@@ -113,3 +115,13 @@ def shown(value: Any) -> str:
     except ValueError:  # Python prints no number of more digits
         return "a number of more than 4,300 digits"
     return text if len(text) <= SHOWN else f"{text[:SHOWN]}..."
+
+
+def some(names: list[str] | tuple[str, ...]) -> str:
+    """The first names of a list for messages, and how many more there are.
+
+    >>> some(list("abc")), some(list("abcdefgh"))
+    ('a, b, c', 'a, b, c, d, e and 3 more')
+    """
+    more = f" and {len(names) - NAMED:,} more" if len(names) > NAMED else ""
+    return ", ".join(names[:NAMED]) + more

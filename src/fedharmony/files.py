@@ -64,7 +64,7 @@ def _temporary(path: Path) -> tuple[int, Path]:
         prefix = f".{path.name[:KEPT_NAME]}."
         handle, name = tempfile.mkstemp(PARTIAL, prefix, path.parent)
         with suppress(OSError):  # without locks it is never taken for a leftover either
-            _lock(handle, wait=True)
+            take_lock(handle, wait=True)
         if Path(name).exists():  # else it was swept away before it was locked
             return handle, Path(name)
         os.close(handle)
@@ -74,7 +74,7 @@ def remove_leftovers(folder: Path) -> None:
     """Remove what dead processes were writing in ``folder``; files being written stay."""
     for file in folder.glob(f".*{PARTIAL}"):
         with suppress(OSError), file.open("r+b") as stream:
-            _lock(stream.fileno())
+            take_lock(stream.fileno())
             file.unlink()
 
 
@@ -91,11 +91,8 @@ def is_ours(path: Path) -> bool:
 def sole_writer(folder: Path) -> Iterator[None]:
     """Keep other processes from writing in ``folder`` meanwhile; readers are not hindered.
 
-    What dead processes were writing there is removed. Where the file system has no locks, that is
-    said once, and the work goes on.
-
-    Raises:
-        CheckpointError: Another process writes there, or the folder cannot be written.
+    A folder in which another process writes is refused. What dead processes were writing there is
+    removed. Where the file system has no locks, that is said once, and the work goes on.
     """
     file = folder / LOCK
     handle = _hold(file)
@@ -119,7 +116,7 @@ def refuse_if_held(folder: Path) -> None:
     except OSError:
         return  # nobody, or a folder that cannot be written: that is told when it is
     try:
-        _lock(handle)
+        take_lock(handle)
         file.unlink(missing_ok=True)
     except BlockingIOError:
         raise _held(file) from None
@@ -140,7 +137,7 @@ def _hold(file: Path) -> int:
                 "you may write to with --out."
             ) from error
         try:
-            _lock(handle)
+            take_lock(handle)
         except BlockingIOError:
             os.close(handle)
             raise _held(file) from None
@@ -158,7 +155,8 @@ def _hold(file: Path) -> int:
     return handle
 
 
-def _lock(handle: int, wait: bool = False) -> None:
+def take_lock(handle: int, wait: bool = False) -> None:
+    """Lock an open file for this process alone; OSError where that cannot be."""
     if fcntl is None:
         raise OSError("this system has no file locks")
     fcntl.flock(handle, fcntl.LOCK_EX if wait else fcntl.LOCK_EX | fcntl.LOCK_NB)

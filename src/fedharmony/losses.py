@@ -24,7 +24,7 @@ from torch import Tensor
 class Batch(NamedTuple):
     """One client's mini-batch beside its images.
 
-    What may be left out holds no tensor then, so that ``torch.vmap`` over a batch passes over it.
+    A field that is left out is an empty tuple or mapping, which ``torch.vmap`` passes over.
 
     Attributes:
         labels: (B, C) float, 0 or 1.
@@ -130,7 +130,10 @@ def task_loss(settings: LossSettings, logits: Tensor, batch: Batch) -> Tensor:
     >>> round(float(task_loss(LossSettings("focal"), torch.zeros(1, 2), batch)), 4)  # ¼ log 2
     0.1733
     """
-    return _weighted_mean(entries(settings, logits, batch), batch.counted)
+    weights = batch.counted
+    # The floor is below any weight: it takes effect only where nothing counts.
+    total = weights.sum((-2, -1)).clamp(min=torch.finfo(weights.dtype).tiny)
+    return (entries(settings, logits, batch) * weights).sum((-2, -1)) / total
 
 
 def entries(settings: LossSettings, logits: Tensor, batch: Batch) -> Tensor:
@@ -167,27 +170,6 @@ def entries(settings: LossSettings, logits: Tensor, batch: Batch) -> Tensor:
             log_absence = _shifted(F.logsigmoid(-logits), settings.asymmetric_margin)
             negative = _focused(log_absence, settings.asymmetric_gamma_neg)
     return labels * positive + (1.0 - labels) * negative
-
-
-def binary_cross_entropy(logits: Tensor, batch: Batch) -> Tensor:
-    """Mean binary cross-entropy over the counted entries; 0 when none counts.
-
-    ``−Σ m [y log σ(z) + (1−y) log(1−σ(z))] / Σ m`` with logits z (B, C) and m = ``counted``.
-    Leading dimensions are clients: (..., B, C) gives (...).
-
-    >>> ones = torch.ones(1, 2)
-    >>> batch = Batch(labels=torch.tensor([[1.0, 0.0]]), rows=torch.ones(1), counted=ones)
-    >>> round(float(binary_cross_entropy(torch.zeros(1, 2), batch)), 4)  # log 2
-    0.6931
-    """
-    return task_loss(LossSettings("bce"), logits, batch)
-
-
-def _weighted_mean(values: Tensor, weights: Tensor) -> Tensor:
-    """``Σ w v / Σ w`` over the last two dimensions; 0 where all weights are."""
-    # The floor is below any weight: it takes effect only where nothing counts.
-    total = weights.sum((-2, -1)).clamp(min=torch.finfo(weights.dtype).tiny)
-    return (values * weights).sum((-2, -1)) / total
 
 
 def _focused(log_likelihood: Tensor, gamma: float) -> Tensor:

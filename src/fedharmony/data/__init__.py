@@ -6,23 +6,3 @@ data set are), ``file_source`` (sources that read image files), ``tree`` (folder
 one tree), ``cache`` (images decoded once), ``derived`` (files that are made of others),
 ``augment``, ``colour`` and ``transforms`` (changes of images).
 """
-
-from fedharmony.data.base import (
-    DataSet,
-    Images,
-    LabelledImages,
-    Source,
-    TensorImages,
-    cache_folder,
-    datasets,
-)
-
-__all__ = [
-    "DataSet",
-    "Images",
-    "LabelledImages",
-    "Source",
-    "TensorImages",
-    "cache_folder",
-    "datasets",
-]

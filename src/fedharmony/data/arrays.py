@@ -42,7 +42,8 @@ class Arrays(Source):
 def array_of(given: Any, what: str) -> npt.NDArray[Any]:
     """A tensor, array or list as an array."""
     if isinstance(given, torch.Tensor):
-        return given.detach().cpu().numpy()
+        tensor = given.detach().cpu()
+        given = (tensor.double() if tensor.is_floating_point() else tensor).numpy()
     try:
         return np.asarray(given)
     except (ValueError, TypeError) as error:
@@ -135,9 +136,10 @@ def owners_of(clients: Any, count: int) -> npt.NDArray[Any]:
     >>> owners_of([[0, 2], [1]], 3), owners_of(["ann", "bob", "ann"], 3)
     (array([0, 1, 0]), array(['ann', 'bob', 'ann'], dtype='<U3'))
     """
-    parts = [] if isinstance(clients, np.ndarray | torch.Tensor) else list(clients)
+    parts = list(clients) if isinstance(clients, list | tuple) else []
     if not parts or not all(np.ndim(part) == 1 for part in parts):
         owners = array_of(clients, "clients")
+        owners = owners.astype(str) if owners.dtype.kind == "O" else owners
         if owners.shape != (count,) or owners.dtype.kind not in "iuUS":
             raise DataError(
                 "Clients must be a number of clients, one list of images per client, or the owner "

@@ -11,6 +11,7 @@ from __future__ import annotations
 
 import os
 from abc import ABC, abstractmethod
+from collections.abc import Sized
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, ClassVar, Protocol
@@ -33,12 +34,10 @@ class Images(Protocol):
 
     def __len__(self) -> int:
         """The number of images N."""
-        ...
 
     @property
     def shape(self) -> tuple[int, ...]:
         """Channels, height and width of every image; the width of every feature vector."""
-        ...
 
     def gather(self, index: Tensor, device: torch.device | str) -> Tensor:
         """The images at ``index``, on ``device``.
@@ -51,7 +50,6 @@ class Images(Protocol):
         Returns:
             ``(*index.shape, *shape)``: uint8 for images, float32 for feature vectors.
         """
-        ...
 
 
 class TensorImages:
@@ -81,7 +79,6 @@ class TensorImages:
         self._words = flat.view(torch.int64) if whole else flat
 
     def __len__(self) -> int:
-        """The number of images N."""
         return len(self.pixels)
 
     @property
@@ -113,7 +110,6 @@ class SomeImages:
     index: Tensor
 
     def __len__(self) -> int:
-        """The number of images chosen."""
         return len(self.index)
 
     @property
@@ -125,6 +121,14 @@ class SomeImages:
         """See :meth:`Images.gather`."""
         chosen = self.index[index.cpu().clamp(min=0)]
         return self.images.gather(torch.where(index.cpu() < 0, -1, chosen), device)
+
+
+def refuse_unequal(**parts: Sized | None) -> None:
+    """Refuse parts of a data set that are not of one length; None is not there."""
+    lengths = {name: len(part) for name, part in parts.items() if part is not None}
+    if len(set(lengths.values())) > 1:
+        counts = ", ".join(f"{count} {name}" for name, count in lengths.items())
+        raise DataError(f"The parts of a data set do not match: {counts}. Correct the loader.")
 
 
 @dataclass(frozen=True, eq=False)
@@ -146,20 +150,12 @@ class LabelledImages:
     known: npt.NDArray[np.bool_] | None = None
 
     def __post_init__(self) -> None:
-        """Refuse parts that do not fit together."""
         if self.labels.dtype != np.uint8 or self.labels.ndim != 2 or (self.labels > 1).any():
             raise DataError(
                 "Labels must be a uint8 matrix (images × classes) of zeros and ones, got "
                 f"{self.labels.dtype} of shape {self.labels.shape}. Correct the loader."
             )
-        lengths = {"images": len(self.images), "labels": len(self.labels)}
-        if self.ids is not None:
-            lengths["ids"] = len(self.ids)
-        if self.users is not None:
-            lengths["users"] = len(self.users)
-        if len(set(lengths.values())) > 1:
-            counts = ", ".join(f"{count} {part}" for part, count in lengths.items())
-            raise DataError(f"The parts of a data set do not match: {counts}. Correct the loader.")
+        refuse_unequal(images=self.images, labels=self.labels, ids=self.ids, users=self.users)
         if self.known is not None and self.known.shape != self.labels.shape:
             raise DataError(
                 f"The mask of known labels has shape {self.known.shape}, the labels have "
@@ -167,7 +163,6 @@ class LabelledImages:
             )
 
     def __len__(self) -> int:
-        """The number of images N."""
         return len(self.labels)
 
     def subset(self, index: Index) -> LabelledImages:
@@ -202,7 +197,6 @@ class DataSet:
     features: tuple[str, ...] = ()
 
     def __post_init__(self) -> None:
-        """Refuse parts that do not fit together."""
         count = len(self.classes)
         for part, columns in (
             ("training labels", self.train.labels.shape[1]),

@@ -21,13 +21,13 @@ import json
 import logging
 import os
 from collections import deque
-from collections.abc import Callable, Generator
+from collections.abc import Generator, Sequence
 from concurrent.futures import Future, ThreadPoolExecutor
 from contextlib import closing
 from dataclasses import asdict, dataclass
 from itertools import zip_longest
 from pathlib import Path
-from typing import Any, BinaryIO, Literal, TypeAlias, get_args
+from typing import Any, BinaryIO, Literal, TypeAlias
 
 import numpy as np
 import numpy.typing as npt
@@ -37,9 +37,10 @@ from PIL import __version__ as pillow_version
 from torch import Tensor
 
 from fedharmony.data.base import Images, TensorImages, cache_folder
+from fedharmony.data.check import Tell
 from fedharmony.data.derived import building, in_bytes, new_file
 from fedharmony.data.tree import ImageFiles
-from fedharmony.errors import ConfigError, DataError, nearest
+from fedharmony.errors import DataError
 from fedharmony.types import Index
 
 Pixels: TypeAlias = npt.NDArray[np.uint8]
@@ -96,14 +97,6 @@ class Resize:
     size: int
     mode: ResizeMode = "stretch"
 
-    def __post_init__(self) -> None:
-        """Refuse what cannot be done."""
-        if self.size < 1:
-            raise ConfigError(f"The image size must be at least 1, not {self.size}.")
-        if self.mode not in get_args(ResizeMode):
-            modes = nearest(self.mode, get_args(ResizeMode))
-            raise ConfigError(f"There is no way to resize called {self.mode!r}. {modes}")
-
     def nbytes(self, count: int) -> int:
         """The size of ``count`` decoded images: 3·S² bytes each.
 
@@ -125,7 +118,6 @@ class MappedImages:
         self._pixels = np.asarray(mapped)  # a plain view: indexing a memmap object is slower
 
     def __len__(self) -> int:
-        """The number of images N."""
         return len(self._pixels)
 
     @property
@@ -194,25 +186,17 @@ def decoded(
     unreadable: Unreadable = "error",
     folder: Path | None = None,
     workers: int | None = None,
-    progress: Callable[[int, int], None] | None = None,
+    progress: Tell | None = None,
 ) -> Decoded:
     """The images of ``files`` at one size, from the cache or decoded into it.
 
     Everything becomes RGB: grey, palette, CMYK and 16-bit images too; photographs are turned
     upright. An interrupted call leaves nothing behind. When two processes want the same images, one
-    decodes and the other waits for it.
+    decodes and the other waits for it. Missing and damaged files are an error, or are left out with
+    a warning that names them (``unreadable = "skip"``).
 
-    Args:
-        files: The encoded images.
-        resize: Their common size.
-        unreadable: What to do about missing and damaged files: ``"error"``, or ``"skip"`` to leave
-            them out (a warning is logged that names them).
-        folder: Where the cache is; by default :func:`cache_folder`.
-        workers: Threads that decode; by default one for each core.
-        progress: Called with the number of images done and of all, now and then.
-
-    Raises:
-        DataError: Files cannot be read, the disk is too small, or the cache folder is unwritable.
+    The cache is in ``folder`` (by default :func:`cache_folder`), one thread per core decodes unless
+    ``workers`` says otherwise, and ``progress`` hears of the number of images done and of all.
     """
     if not len(files):
         raise DataError("There are no images to decode. Check the annotations of the data set.")
@@ -251,8 +235,7 @@ class _Entry:
     def open(self) -> Decoded | None:
         """What the entry holds; None when it is missing, damaged, or lacks readable images.
 
-        Raises:
-            DataError: Its settings are not the ones its name stands for.
+        Settings that are not the ones its name stands for are refused.
         """
         try:
             stored = json.loads(self.sidecar.read_bytes())
@@ -293,7 +276,7 @@ class _Entry:
         kept = np.delete(np.arange(len(self.files), dtype=np.int64), [i for i, *_ in unread])
         identity = hashlib.sha256(f"{len(kept)} {self.resize.size} {sums}".encode()).hexdigest()
         images = MappedImages(self.pixels, len(kept), self.resize.size, identity)
-        return Decoded(images, kept, _pairs(unread))
+        return Decoded(images, kept, tuple((name, reason) for _, name, reason in unread))
 
     def _refuse_other(self, settings: dict[str, Any]) -> None:
         differing = [
@@ -308,9 +291,7 @@ class _Entry:
                 "decoded again."
             )
 
-    def make(
-        self, unreadable: Unreadable, workers: int, progress: Callable[[int, int], None] | None
-    ) -> Decoded:
+    def make(self, unreadable: Unreadable, workers: int, progress: Tell | None) -> Decoded:
         """Decode all files; the sidecar comes last and makes the entry valid."""
         count, side = len(self.files), self.resize.size
         size = self.resize.nbytes(count)
@@ -338,7 +319,7 @@ class _Entry:
         sums: _Checksums,
         unreadable: Unreadable,
         workers: int,
-        progress: Callable[[int, int], None] | None,
+        progress: Tell | None,
     ) -> list[_Unread]:
         """Write the readable images in order; returns index, name and trouble of the others."""
         count, done = len(self.files), 0
@@ -350,12 +331,12 @@ class _Entry:
                 done += len(pixels) + len(troubles)
                 unread += [(i, self.files.name(i), reason) for i, reason in troubles]
                 if unreadable == "error" and len(unread) > PATIENCE:
-                    report = _report(_pairs(unread), done)
+                    report = _report(unread, done)
                     raise DataError(f"{report} The search stopped there. {ADVICE}")
                 if progress is not None:
                     progress(done, count)
         if len(unread) == count:
-            report = _report(_pairs(unread), count)
+            report = _report(unread, count)
             raise DataError(f"{report} Nothing is left. Fetch or unpack the data again.")
         return unread
 
@@ -504,12 +485,8 @@ def _square(image: Image.Image, resize: Resize) -> Image.Image:
     return square
 
 
-def _pairs(unread: list[_Unread]) -> tuple[tuple[str, str], ...]:
-    return tuple((name, reason) for _, name, reason in unread)
-
-
-def _report(unread: tuple[tuple[str, str], ...], count: int) -> str:
-    named = "; ".join(f"{name} ({reason})" for name, reason in unread[:NAMED])
+def _report(unread: Sequence[_Unread] | Sequence[tuple[str, str]], count: int) -> str:
+    named = "; ".join(f"{name} ({reason})" for *_, name, reason in unread[:NAMED])
     more = f"; and {len(unread) - NAMED:,} more" if len(unread) > NAMED else ""
     return f"{len(unread):,} of {count:,} images cannot be read: {named}{more}."
 

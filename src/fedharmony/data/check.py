@@ -9,18 +9,21 @@ from collections import Counter
 from collections.abc import Callable, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass
-from typing import Any, Protocol
+from typing import TYPE_CHECKING, TypeAlias
 
 import numpy as np
-import numpy.typing as npt
 
-from fedharmony.types import Labels
+from fedharmony.errors import some
+
+if TYPE_CHECKING:
+    from fedharmony.data.base import LabelledImages
+    from fedharmony.data.file_source import AnnotatedFiles
 
 #: Called with the number of things done and of all.
 Tell = Callable[[int, int], None]
 
 #: From this share of common characters on, two names look like one name and a misspelling of it.
-ALIKE = 0.8
+SIMILAR = 0.8
 #: Class names that are compared with each other: a second or so.
 MOST_COMPARED = 500
 #: Things that are tried between two reports of progress.
@@ -76,23 +79,8 @@ class Check:
         return all(line.ok for line in self.lines) and not self.faults
 
 
-class Part(Protocol):
-    """The training or the test part of a data set."""
-
-    @property
-    def labels(self) -> Labels:
-        """uint8 ``(N, C)``."""
-        ...
-
-    @property
-    def known(self) -> npt.NDArray[np.bool_] | None:
-        """Bool ``(N, C)``, or None where all labels are known."""
-        ...
-
-    @property
-    def users(self) -> npt.NDArray[Any] | None:
-        """``(N,)``, or None where nobody owns anything."""
-        ...
+#: The training or the test part of a data set.
+Part: TypeAlias = "LabelledImages | AnnotatedFiles"
 
 
 def facts_of(train: Part, test: Part, what: str) -> list[tuple[str, str]]:
@@ -136,8 +124,7 @@ def doubts_about(counts: Sequence[ClassCount]) -> tuple[str, ...]:
         ("test", [count.name for count in counts if not count.test]),
     ):
         if absent:
-            more = f" and {len(absent) - 5:,} more" if len(absent) > 5 else ""
-            doubts.append(f"Nothing in the {part} part has: {', '.join(absent[:5])}{more}.")
+            doubts.append(f"Nothing in the {part} part has: {some(absent)}.")
     return tuple(doubts)
 
 
@@ -158,8 +145,8 @@ def look_alikes(names: Sequence[str]) -> list[tuple[str, str]]:
             if re.sub(r"\d+", "0", name) == re.sub(r"\d+", "0", other):
                 continue
             matcher.set_seq1(other.casefold())
-            quick = matcher.real_quick_ratio() >= ALIKE and matcher.quick_ratio() >= ALIKE
-            if quick and matcher.ratio() >= ALIKE:
+            quick = matcher.real_quick_ratio() >= SIMILAR and matcher.quick_ratio() >= SIMILAR
+            if quick and matcher.ratio() >= SIMILAR:
                 pairs.append((name, other))
     return pairs
 

@@ -19,23 +19,22 @@ file is read, so that 600,000 annotations fit into little more memory than their
 from __future__ import annotations
 
 import json
-import typing
 from collections import Counter
 from collections.abc import Hashable, Mapping, Sequence
 from dataclasses import dataclass
-from typing import Any, Literal, NamedTuple, TypeAlias, TypeVar, get_type_hints
+from typing import Annotated, Any, Literal, NamedTuple, TypeAlias, TypeVar, get_type_hints
 
 import numpy as np
 from pydantic import BeforeValidator
 
 from fedharmony.data.base import datasets
-from fedharmony.data.file_source import AnnotatedFiles, FileSource
+from fedharmony.data.file_source import AnnotatedFiles, Content, FileSource
 from fedharmony.data.tree import Tree
 from fedharmony.errors import DataError
 from fedharmony.types import Labels
 
 #: A name, not a number; `year=2017` on a command line is understood all the same.
-Year: TypeAlias = typing.Annotated[Literal["2014", "2017"], BeforeValidator(str)]
+Year: TypeAlias = Annotated[Literal["2014", "2017"], BeforeValidator(str)]
 Part: TypeAlias = Literal["train", "val"]
 
 CLASSES = 80
@@ -66,7 +65,7 @@ class Coco(FileSource):
 
     config: Config
 
-    def annotations(self) -> tuple[tuple[str, ...], AnnotatedFiles, AnnotatedFiles]:
+    def annotations(self) -> Content:
         """Class names by rank of id; training and validation part, images in order of id."""
         tree = self._tree()
         train, val = self._read(tree, "train"), self._read(tree, "val")

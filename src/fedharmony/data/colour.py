@@ -23,9 +23,7 @@ def turn_hue(images: Tensor, turns: Tensor | float) -> Tensor:
     >>> turn_hue(red, 1 / 3).flatten().round().tolist()  # to green
     [0.0, 255.0, 0.0]
 
-    Args:
-        images: pixels of any floating range.
-        turns: one for all images, or one per image ``(...)``.
+    ``turns`` is one number for all images, or one per image ``(...)``.
     """
     if isinstance(turns, Tensor):
         turns = turns[..., None, None]

@@ -12,11 +12,7 @@ from pathlib import Path
 from typing import BinaryIO
 
 from fedharmony.errors import DataError
-
-try:
-    import fcntl
-except ImportError:  # not a POSIX system
-    fcntl = None  # type: ignore[assignment]
+from fedharmony.files import take_lock
 
 
 @contextmanager
@@ -26,9 +22,6 @@ def building(folder: Path) -> Iterator[None]:
     Inside, look again whether the wanted file has appeared: another process may have made it while
     this one waited. Where the file system has no locks two processes may do the same work; each
     still replaces the file in one step. What an interrupted process left behind is removed.
-
-    Raises:
-        DataError: The folder cannot be made or written.
     """
     try:
         folder.mkdir(parents=True, exist_ok=True)
@@ -37,9 +30,7 @@ def building(folder: Path) -> Iterator[None]:
         raise _unwritable(folder, error) from error
     with lock:
         try:
-            if fcntl is None:
-                raise OSError
-            fcntl.flock(lock, fcntl.LOCK_EX)
+            take_lock(lock.fileno(), wait=True)
         except OSError:
             pass
         else:
@@ -58,9 +49,6 @@ def new_file(file: Path, size: int, what: str, advice: str) -> Iterator[BinaryIO
         size: The bytes it will have; more than the disk has free is refused.
         what: What is being written, to begin a sentence.
         advice: What else to do when the disk is too small.
-
-    Raises:
-        DataError: The disk is too small, or writing fails.
     """
     folder = file.parent
     free = shutil.disk_usage(folder).free

@@ -42,7 +42,7 @@ from fedharmony.data.base import (
 )
 from fedharmony.files import remove_leftovers, write_atomically
 from fedharmony.rng import numpy_rng
-from fedharmony.types import Index, Labels
+from fedharmony.types import Index
 
 Float64: TypeAlias = npt.NDArray[np.float64]
 Float32: TypeAlias = npt.NDArray[np.float32]
@@ -201,18 +201,13 @@ def compose(config: Digits.Config) -> dict[str, Pixels]:
         scenes = config.train if part == "train" else config.test
         rng = numpy_rng(config.seed, f"digits/{part}")
         slots = draw_labels(config, scenes, rng)
+        chunks = np.split(slots, range(CHUNK, scenes, CHUNK))
         arrays[f"{part}_images"] = np.concatenate(
-            [
-                _render(config, slots[start : start + CHUNK], glyphs, rng)
-                for start in range(0, scenes, CHUNK)
-            ]
+            [_render(config, chunk, glyphs, rng) for chunk in chunks]
         )
-        arrays[f"{part}_labels"] = _label_matrix(slots)
+        present = (slots[:, :, None] == np.arange(len(CLASSES))).any(1)
+        arrays[f"{part}_labels"] = present.astype(np.uint8)
     return arrays
-
-
-def _label_matrix(slots: Index) -> Labels:
-    return np.asarray((slots[:, :, None] == np.arange(len(CLASSES))).any(1), np.uint8)
 
 
 @dataclass(frozen=True)

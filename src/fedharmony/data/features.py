@@ -22,7 +22,6 @@ from __future__ import annotations
 import io
 import zipfile
 from array import array
-from collections import Counter
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from itertools import zip_longest
@@ -40,17 +39,19 @@ from fedharmony.data.arff import Sheet, labels_of_xml, read_arff
 from fedharmony.data.base import DataSet, Images, LabelledImages, Source, TensorImages, datasets
 from fedharmony.data.check import Check, Tell, counts_of, doubts_about, facts_of
 from fedharmony.data.table import (
-    CELLS,
     SPLIT_COLUMNS,
     UNKNOWN,
     USER_COLUMNS,
     Division,
+    Header,
     Row,
     RowError,
     csv_rows,
+    label_values,
     parquet_rows,
+    repeated,
 )
-from fedharmony.errors import ConfigError, DataError, nearest, shown
+from fedharmony.errors import ConfigError, DataError, nearest, shown, some
 from fedharmony.reading import is_file, is_folder, read_regular, user_path
 from fedharmony.types import Index, Labels
 
@@ -107,12 +108,11 @@ class Features(Source):
         ignore: tuple[str, ...] = ()
 
         def __post_init__(self) -> None:
-            """Refuse settings that contradict each other."""
             super().__post_init__()
             ways = ("labels", "label_count", "label_file")
             if len(given := [name for name in ways if getattr(self, name)]) > 1:
                 raise ConfigError(f"{' and '.join(given)} both say what the labels are. Give one.")
-            if twice := _repeated(self.labels):
+            if twice := repeated(self.labels):
                 raise ConfigError(f"labels names {twice!r} twice.")
 
     config: Config
@@ -139,7 +139,7 @@ class Features(Source):
         constant = [n for n, v in zip(train.features, train.values.T, strict=True) if _is_flat(v)]
         doubts = doubts_about(counts)
         if constant:
-            doubts += (f"{_some(constant)}: the same value in every training sample.",)
+            doubts += (f"{some(constant)}: the same value in every training sample.",)
         facts = [("features", f"{len(train.features):,}"), *facts_of(*parts, "sample")]
         return Check((), "The data are ready.", tuple(facts), counts, doubts)
 
@@ -236,36 +236,35 @@ class Features(Source):
 
     def _of_rows(self, sheet: Sheet) -> Samples:
         """The samples of a table."""
-        names, where = sheet.names, sheet.where
-        kept = self._kept(sheet)
-        roles = self._roles(sheet, kept)
-        free = [name for name in kept if name not in roles.values()]
+        header = Header(sheet.where, sheet.names, self.config.ignore)
+        at: dict[str, int] = {}
+        for role, names in {"id": ID_COLUMNS, "user": USER_COLUMNS, "split": SPLIT_COLUMNS}.items():
+            usual = names if sheet.speaking else ()
+            place = header.place_if_any(getattr(self.config, role), role, usual)
+            if place is not None:
+                at[role] = place
+        free = [name for name, i in header.places.items() if i not in at.values()]
         classes = self._classes(sheet, free)
         features = [name for name in free if name not in classes]
         if not features:
-            raise DataError(f"{where} has no feature column: all of them are labels.")
-        place = {name: i for i, name in enumerate(names)}
-        at = {role: place[name] for role, name in roles.items()}
+            raise DataError(f"{sheet.where} has no feature column: all of them are labels.")
         values, labels = array("f"), bytearray()
         ids: dict[str, str] = {}
         texts: dict[str, list[str]] = {role: [] for role in at}
-        x, y = _picker([place[n] for n in features]), _picker([place[n] for n in classes])
+        x, y = (_picker([header.places[n] for n in names]) for names in (features, classes))
         for row in sheet.rows:
             try:
-                if len(row.cells) != len(names):
-                    raise RowError(
-                        f"there are {len(row.cells):,} cells below {len(names):,} columns."
-                    )
+                header.refuse_other_width(row.cells)
                 values.extend(_numbers(x(row.cells), features))
-                labels += _label_values(y(row.cells), list(classes))
+                labels += label_values(y(row.cells), list(classes))
                 for role, i in at.items():
                     texts[role].append(self._text(role, row, row.cells[i], ids))
             except RowError as problem:
                 raise DataError(f"{row.place}: {problem}") from None
         if not labels:
-            raise DataError(f"{where} has columns but no sample. Write the samples into it.")
+            raise DataError(f"{sheet.where} has columns but no sample. Write the samples into it.")
         return Samples(
-            where,
+            sheet.where,
             tuple(features),
             tuple(classes.values()),
             np.frombuffer(values, np.float32).reshape(-1, len(features)),
@@ -300,40 +299,7 @@ class Features(Source):
             raise DataError(f"{sheet.where} has columns but no sample.")
         return ids, np.frombuffer(values, np.float32).reshape(-1, len(names))
 
-    def _kept(self, sheet: Sheet) -> list[str]:
-        """The columns that are not passed over; each must have a name of its own."""
-        kept = [name for name in sheet.names if name not in self.config.ignore]
-        if (twice := _repeated(kept)) is not None:
-            raise DataError(f"{sheet.where} has two columns {twice!r}. Rename or remove one.")
-        if "" in kept:
-            raise DataError(
-                f"{sheet.where}, column {sheet.names.index('') + 1} has no name. Name or remove "
-                "it; pandas leaves out the row numbers with index=False."
-            )
-        return kept
-
-    def _roles(self, sheet: Sheet, kept: Sequence[str]) -> dict[str, str]:
-        """The columns of ids, users and splits, as far as there are any."""
-        usual = {"id": ID_COLUMNS, "user": USER_COLUMNS, "split": SPLIT_COLUMNS}
-        roles: dict[str, str] = {}
-        for role, names in usual.items():
-            named = getattr(self.config, role)
-            if named and named not in kept:
-                raise DataError(
-                    f"{sheet.where} has no column {named!r}, which data.{role} asks for. "
-                    f"{nearest(named, kept)}"
-                )
-            guessed = [name for name in names if name in kept and sheet.speaking]
-            if len(found := [named] if named else guessed) > 1:
-                raise DataError(
-                    f"{sheet.where} has columns {' and '.join(found)}. Set data.{role} to one of "
-                    "them and name the other in data.ignore."
-                )
-            if found:
-                roles[role] = found[0]
-        return roles
-
-    def _classes(self, sheet: Sheet, free: Sequence[str]) -> dict[str, str]:
+    def _classes(self, sheet: Sheet, free: list[str]) -> dict[str, str]:
         """The label columns and the classes that they stand for."""
         config, count = self.config, self.config.label_count
         named = config.labels or (() if count else sheet.labels)
@@ -359,7 +325,7 @@ class Features(Source):
             raise DataError(
                 f"{sheet.where} has no label column: no name begins with {prefix!r}. Name the "
                 "columns in data.labels, or set data.label_prefix or data.label_count. "
-                f"The columns are {_some(free)}."
+                f"The columns are {some(free)}."
             )
         return found
 
@@ -397,7 +363,7 @@ class Features(Source):
                 )
         words = {n: a.astype(str).tolist() for n, a in arrays.items() if n not in ("X", "Y")}
         for name in ("ids", "features", "classes"):
-            if twice := _repeated(words.get(name, ())):
+            if twice := repeated(words.get(name, ())):
                 raise DataError(f"{where}: {name} has {twice!r} twice. Names must differ.")
         features = words.get("features") or [f"x{i}" for i in range(X.shape[1])]
         classes = words.get("classes") or [f"y{i}" for i in range(Y.shape[1])]
@@ -568,17 +534,6 @@ def _numbers(cells: Sequence[str], names: Sequence[str]) -> list[float]:
     return numbers
 
 
-def _label_values(cells: Sequence[str], names: Sequence[str]) -> bytes:
-    """The labels of a row."""
-    try:
-        return bytes(map(CELLS.__getitem__, cells))
-    except KeyError:
-        at = next(i for i, cell in enumerate(cells) if cell not in CELLS)
-        raise RowError(
-            f"label column {names[at]!r} holds {shown(cells[at])}, which is not 0, 1 or empty."
-        ) from None
-
-
 def _refuse_where(
     wrong: npt.NDArray[np.bool_],
     values: npt.NDArray[Any],
@@ -634,13 +589,3 @@ def _list_beside(file: Path) -> str | None:
 def _is_flat(values: Values) -> bool:
     """Whether all values are the same."""
     return bool((values == values[0]).all())
-
-
-def _repeated(names: Sequence[str]) -> str | None:
-    """A name that stands there twice, if one does."""
-    return next((name for name, count in Counter(names).items() if count > 1), None)
-
-
-def _some(names: Sequence[str]) -> str:
-    more = f" and {len(names) - 5:,} more" if len(names) > 5 else ""
-    return ", ".join(names[:5]) + more

@@ -7,28 +7,26 @@ leaving out unreadable images and checking against the publisher's figures are t
 
 from __future__ import annotations
 
-import typing
 from abc import abstractmethod
-from collections.abc import Callable, Mapping
+from collections.abc import Mapping
 from dataclasses import dataclass
+from typing import Annotated, Any, TypeAlias
 
 import numpy as np
 import numpy.typing as npt
 from annotated_types import Ge, Le
 
 from fedharmony.config import FilePath
-from fedharmony.data.base import DataSet, LabelledImages, Source, cache_folder
+from fedharmony.data.base import DataSet, LabelledImages, Source, cache_folder, refuse_unequal
 from fedharmony.data.cache import Resize, ResizeMode, Unreadable, decode, decoded
 from fedharmony.data.check import Check, CheckLine, Tell
 from fedharmony.data.derived import in_bytes
 from fedharmony.data.tree import ImageFiles, Tree, TreeImages, open_tree
-from fedharmony.errors import DataError
+from fedharmony.errors import DataError, some
 from fedharmony.types import Labels
 
 #: Images that a check decodes, of each part.
 SAMPLE = 16
-#: How many missing files, or entries of a folder, a message names.
-NAMED = 5
 
 
 @dataclass(frozen=True, eq=False)
@@ -46,28 +44,20 @@ class AnnotatedFiles:
     files: ImageFiles
     labels: Labels
     ids: tuple[str, ...]
-    users: npt.NDArray[typing.Any] | None = None
+    users: npt.NDArray[Any] | None = None
     known: npt.NDArray[np.bool_] | None = None
 
     def __post_init__(self) -> None:
-        """Refuse parts that do not fit together."""
-        lengths = {"files": len(self.files), "labels": len(self.labels), "ids": len(self.ids)}
-        lengths |= {
-            part: len(rows)
-            for part, rows in (("users", self.users), ("known", self.known))
-            if rows is not None
-        }
-        if len(set(lengths.values())) > 1:
-            counts = ", ".join(f"{count} {part}" for part, count in lengths.items())
-            raise DataError(f"The parts of a data set do not match: {counts}. Correct the loader.")
+        refuse_unequal(
+            files=self.files, labels=self.labels, ids=self.ids, users=self.users, known=self.known
+        )
 
     def __len__(self) -> int:
-        """The number of images N."""
         return len(self.labels)
 
 
 #: Class names, training part, test part.
-Content: typing.TypeAlias = tuple[tuple[str, ...], AnnotatedFiles, AnnotatedFiles]
+Content: TypeAlias = tuple[tuple[str, ...], AnnotatedFiles, AnnotatedFiles]
 
 
 class FileSource(Source):
@@ -90,7 +80,7 @@ class FileSource(Source):
         """
 
         path: FilePath = ""
-        image_size: typing.Annotated[int, Ge(1), Le(4096)] = 224
+        image_size: Annotated[int, Ge(1), Le(4096)] = 224
         resize: ResizeMode = "stretch"
         unreadable: Unreadable = "error"
 
@@ -98,11 +88,7 @@ class FileSource(Source):
 
     @abstractmethod
     def annotations(self) -> Content:
-        """Class names, training part and test part; reads no image.
-
-        Raises:
-            DataError: Something is missing or damaged; see :meth:`tree` and :meth:`require`.
-        """
+        """Class names, training part and test part; reads no image."""
 
     @abstractmethod
     def obtain(self) -> str:
@@ -135,11 +121,7 @@ class FileSource(Source):
         return counts
 
     def tree(self) -> Tree:
-        """The files at ``path``.
-
-        Raises:
-            DataError: ``path`` is not set, or there is nothing that can be read.
-        """
+        """The files at ``path``; refuses a path that is not set or cannot be read."""
         if not self.config.path:
             raise DataError(
                 f"Where are the images of data set {self.name!r}? Set data.path to the folder or "
@@ -155,21 +137,17 @@ class FileSource(Source):
         absent = [name for name in names if not tree.has(name)]
         if absent:
             top = tree.list()
-            holds = _some(top) if top else "nothing"
+            holds = some(top) if top else "nothing"
             raise DataError(
-                f"Data set {self.name!r} lacks {_some(absent)}. Searched: {tree.where}, with "
+                f"Data set {self.name!r} lacks {some(absent)}. Searched: {tree.where}, with "
                 f"{holds} at the top. {self.obtain()}"
             )
 
-    def load(
-        self, progress: Callable[[int, int], None] | None = None, content: Content | None = None
-    ) -> DataSet:
+    def load(self, progress: Tell | None = None, content: Content | None = None) -> DataSet:
         """Read the annotations, and decode the images or take them from the cache.
 
-        Args:
-            progress: Called with the number of images decoded and to be decoded, for the training
-                part and then for the test part; not at all for cached images.
-            content: What :meth:`annotations` gave, if it has been asked before.
+        ``progress`` is called with the number of images decoded and to be decoded, of the training
+        part and then of the test part. ``content`` is what :meth:`annotations` gave, if asked.
         """
         content = content or self.annotations()
         self.refuse_missing(content)
@@ -183,15 +161,13 @@ class FileSource(Source):
         for part, data in (("training", content[1]), ("test", content[2])):
             absent = missing_files(data.files)
             if absent and self.config.unreadable == "error":
-                names = _some([data.files.name(i) for i in absent])
+                names = some([data.files.name(i) for i in absent])
                 raise DataError(
                     f"Data set {self.name!r} lacks {len(absent):,} of {len(data):,} {part} images: "
                     f'{names}. {self.obtain()} Or set data.unreadable = "skip" to leave them out.'
                 )
 
-    def _images(
-        self, data: AnnotatedFiles, progress: Callable[[int, int], None] | None
-    ) -> LabelledImages:
+    def _images(self, data: AnnotatedFiles, progress: Tell | None) -> LabelledImages:
         resize = Resize(self.config.image_size, self.config.resize)
         result = decoded(data.files, resize, unreadable=self.config.unreadable, progress=progress)
         kept = result.kept
@@ -204,11 +180,7 @@ class FileSource(Source):
         )
 
     def check(self, tell: Tell | None = None) -> Check:
-        """Compare the data with the publisher's figures, and try some of the images.
-
-        Raises:
-            DataError: The annotations cannot be read.
-        """
+        """Compare the data with the publisher's figures, and try some of the images."""
         classes, train, test = self.annotations()
         found = self.found_counts(classes, train, test)
         lines = [
@@ -218,8 +190,9 @@ class FileSource(Source):
         for part, data in (("training", train), ("test", test)):
             there = len(data) - len(missing_files(data.files))
             lines.append(CheckLine(f"{part} image files", len(data), there))
-            sample = _sample(len(data))
-            readable = sum(_readable(data.files, i) for i in sample)
+            # From the first image to the last.
+            sample = np.linspace(0, len(data) - 1, min(len(data), SAMPLE)).round().astype(int)
+            readable = sum(_readable(data.files, i) for i in sample.tolist())
             lines.append(CheckLine(f"sampled {part} images that decode", len(sample), readable))
         return Check(tuple(lines), self._advice(lines, len(train) + len(test)))
 
@@ -245,13 +218,3 @@ def _readable(files: ImageFiles, i: int) -> bool:
     except Exception:  # as in decoding: damaged files make Pillow raise almost anything
         return False
     return True
-
-
-def _sample(count: int) -> list[int]:
-    """At most :data:`SAMPLE` indices, from the first to the last."""
-    return [round(i) for i in np.linspace(0, count - 1, min(count, SAMPLE))]
-
-
-def _some(names: list[str]) -> str:
-    more = f" and {len(names) - NAMED:,} more" if len(names) > NAMED else ""
-    return ", ".join(names[:NAMED]) + more

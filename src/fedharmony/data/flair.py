@@ -29,36 +29,17 @@ from typing import Literal
 import numpy as np
 
 from fedharmony.data.base import datasets
-from fedharmony.data.file_source import AnnotatedFiles, FileSource
+from fedharmony.data.file_source import AnnotatedFiles, Content, FileSource
 from fedharmony.data.flair_forms.hdf5 import HDF5, read_hdf5
 from fedharmony.data.flair_forms.parquet import read_parquet
 from fedharmony.data.flair_forms.published import METADATA, read_json
-from fedharmony.data.flair_forms.records import COARSE, Level, Partition, Records
+from fedharmony.data.flair_forms.records import COARSE, OFFICIAL_LABELS, Level, Partition, Records
 from fedharmony.reading import is_file, is_folder, user_path
 
-#: The publisher's figures: images and users of a partition, images with a coarse label.
+#: The publisher's figures: images and users of a partition.
 OFFICIAL_IMAGES: Mapping[Partition, int] = {"train": 345_879, "val": 39_239, "test": 43_960}
 OFFICIAL_USERS: Mapping[Partition, int] = {"train": 41_131, "val": 5_141, "test": 5_142}
 OFFICIAL_CLASSES: Mapping[Level, int] = {"coarse": len(COARSE), "fine": 1_628}
-OFFICIAL_LABELS: Mapping[str, int] = {
-    "structure": 228_923,
-    "equipment": 225_862,
-    "material": 139_733,
-    "outdoor": 131_322,
-    "plant": 123_363,
-    "food": 110_792,
-    "animal": 68_858,
-    "liquid": 68_677,
-    "art": 37_230,
-    "interior_room": 32_042,
-    "light": 11_326,
-    "recreation": 5_651,
-    "celebration": 3_769,
-    "fire": 3_011,
-    "music": 2_571,
-    "games": 1_093,
-    "religion": 866,
-}
 
 
 @datasets.register("flair")
@@ -79,7 +60,7 @@ class Flair(FileSource):
 
     config: Config
 
-    def annotations(self) -> tuple[tuple[str, ...], AnnotatedFiles, AnnotatedFiles]:
+    def annotations(self) -> Content:
         """The coarse classes, or all fine names in alphabetical order; train and test part."""
         records = self._records
         return records.classes, records.part("train"), records.part(self.config.test_split)

@@ -44,12 +44,12 @@ class LooseImages:
         return hashlib.sha256("\0".join(map(str, self.paths)).encode()).hexdigest()
 
 
-def find_images(places: Sequence[Path], column: str = "") -> LooseImages:
+def find_images(places: Sequence[Path], columns: Sequence[str] = IMAGE_COLUMNS) -> LooseImages:
     """The images that files, folders (with all below them) and tables name, in that order.
 
     Args:
         places: An image, a folder, or a table (CSV or Parquet) of paths, relative to its folder.
-        column: The table's column of paths; empty for one of :data:`IMAGE_COLUMNS`.
+        columns: Names of the table's column of paths; the first that is there counts.
 
     Raises:
         DataError: There is no such place, or it holds no image.
@@ -62,7 +62,7 @@ def find_images(places: Sequence[Path], column: str = "") -> LooseImages:
         if is_folder(place):
             found += _below(place)
         elif place.suffix.lower() in TABLES:
-            found += _listed(place, column)
+            found += _listed(place, columns)
         else:
             found.append(place)
         if len(found) == before:
@@ -80,7 +80,7 @@ def _below(folder: Path) -> Iterator[Path]:
                 yield Path(place, name)
 
 
-def _listed(table: Path, column: str) -> Iterator[Path]:
+def _listed(table: Path, columns: Sequence[str]) -> Iterator[Path]:
     """The images that a table lists."""
     try:
         data = read_regular(table)
@@ -90,12 +90,11 @@ def _listed(table: Path, column: str) -> Iterator[Path]:
     header = next(rows, None)
     if header is None:
         raise DataError(f"{table} is empty. Write a header and one row per image.")
-    wanted = [column] if column else IMAGE_COLUMNS
-    name = next((name for name in wanted if name in header.cells), None)
+    name = next((name for name in columns if name in header.cells), None)
     if name is None:
         raise DataError(
-            f"{table} has no column of paths ({' or '.join(wanted)}). "
-            f"{nearest(wanted[0], header.cells)} --column names another."
+            f"{table} has no column of paths ({' or '.join(columns)}). "
+            f"{nearest(columns[0], header.cells)} --column names another."
         )
     place = header.cells.index(name)
     for row in rows:

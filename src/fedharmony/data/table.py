@@ -25,12 +25,12 @@ import csv
 import importlib
 import io
 from array import array
+from collections import Counter
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, field
 from pathlib import Path
-from typing import Annotated as Limited
-from typing import Any, BinaryIO, Literal, NamedTuple, Protocol
+from typing import Annotated, Any, BinaryIO, Literal, NamedTuple, TypeAlias, TypeVar
 
 import numpy as np
 from annotated_types import Ge, Gt, Lt
@@ -47,11 +47,13 @@ from fedharmony.data.check import (
     failures,
     wrong_separator,
 )
-from fedharmony.data.file_source import AnnotatedFiles, FileSource, missing_files
+from fedharmony.data.file_source import AnnotatedFiles, Content, FileSource, missing_files
 from fedharmony.data.tree import Tree, open_tree
-from fedharmony.errors import ConfigError, DataError, nearest
+from fedharmony.errors import ConfigError, DataError, nearest, shown
 from fedharmony.rng import numpy_rng
 from fedharmony.types import Index, Labels
+
+T = TypeVar("T")
 
 #: Endings of tables.
 TABLES = (".csv", ".parquet")
@@ -92,12 +94,11 @@ class Division:
 
     train_split: str = "train"
     test_split: str = "test"
-    test_fraction: Limited[float, Gt(0), Lt(1)] = 0.2
+    test_fraction: Annotated[float, Gt(0), Lt(1)] = 0.2
     hold_out: Literal["", "users", "images"] = ""
-    seed: Limited[int, Ge(0)] = 0
+    seed: Annotated[int, Ge(0)] = 0
 
     def __post_init__(self) -> None:
-        """Refuse settings that contradict each other."""
         if _split(self.train_split) == _split(self.test_split):
             raise ConfigError(
                 f"train_split {self.train_split!r} and test_split {self.test_split!r} mean the "
@@ -175,10 +176,9 @@ class Table(FileSource):
         ignore: tuple[str, ...] = ()
 
         def __post_init__(self) -> None:
-            """Refuse settings that contradict each other."""
             super().__post_init__()
-            if twice := _repeated(self.classes):
-                raise ConfigError(f"classes names {twice[0]!r} twice.")
+            if twice := repeated(self.classes):
+                raise ConfigError(f"classes names {twice!r} twice.")
 
     config: Config
 
@@ -187,13 +187,12 @@ class Table(FileSource):
         super().tree()  # refuses a path that is not there
         return open_tree(self.config.path, drop=())
 
-    def annotations(self) -> tuple[tuple[str, ...], AnnotatedFiles, AnnotatedFiles]:
+    def annotations(self) -> Content:
         """The classes, and the rows of the table as training and test part."""
         tree, config = self.tree(), self.config
-        labels: LabelCells = (
-            JoinedCells(config.labels, config.classes)
-            if config.format == "joined"
-            else ColumnCells(config.classes)
+        joined = config.format == "joined"
+        labels = (
+            JoinedCells(config.labels, config.classes) if joined else ColumnCells(config.classes)
         )
         places: dict[str, str] = {}
         main, *second = [self._read(tree, name, labels, places) for name in self._tables(tree)]
@@ -203,20 +202,18 @@ class Table(FileSource):
             train = main.part(tree, np.arange(count), values[:count])
             test = second[0].part(tree, np.arange(len(second[0].images)), values[count:])
         else:
-            divided = config.divide(main.where, main.images, main.users, main.splits)
+            divided = config.divide(
+                main.where, main.images, main.users or None, main.splits or None
+            )
             train, test = (main.part(tree, rows, values[rows]) for rows in divided)
+        sign = repr(SEPARATOR) if joined else "0"
         for word, part in (("training", train), ("test", test)):
             if part.known is not None and not part.known.any():
                 raise DataError(
                     f"No label of any {word} image is known in {tree.where}: every cell is empty. "
-                    f"{self._none_of_them()}"
+                    f"If the images have none of the labels, write {sign} instead."
                 )
         return classes, train, test
-
-    def _none_of_them(self) -> str:
-        """How to say that an image has none of the labels."""
-        sign = repr(SEPARATOR) if self.config.format == "joined" else "0"
-        return f"If the images have none of the labels, write {sign} instead."
 
     def check(self, tell: Tell | None = None) -> Check:
         """Say what the table holds, doubt names that look alike, and decode every image."""
@@ -274,97 +271,54 @@ class Table(FileSource):
     def _read(self, tree: Tree, name: str, labels: LabelCells, places: dict[str, str]) -> Listing:
         """The rows of a table; labels are added to ``labels``, images to ``places``."""
         where = tree.locate(name)
-        rows = _rows(tree, name)
-        header = next(rows, None)
-        if header is None:
+        read = csv_rows if name.lower().endswith(".csv") else parquet_rows
+        rows = read(tree.read(name), where)
+        first = next(rows, None)
+        if first is None:
             raise DataError(f"{where} is empty. {self.obtain()}")
-        layout = self._layout(header.cells, labels, where)
-        listing = Listing(
-            where,
-            users=None if layout.user is None else [],
-            splits=None if layout.split is None else [],
-        )
+        header = Header(where, first.cells, self.config.ignore)
+        columns = self._columns(header, labels)
+        listing = Listing(where)
         for row in rows:
             try:
-                self._take(row, layout, listing, labels, places)
+                header.refuse_other_width(row.cells)
+                image = _image_name(row.cells[columns.image])
+                if places.setdefault(image, row.place) != row.place:
+                    raise RowError(f"image {image!r} is listed already in {places[image]}.")
+                listing.images.append(image)
+                if columns.user is not None:
+                    if not row.cells[columns.user]:
+                        raise RowError("the user is missing.")
+                    listing.users.append(row.cells[columns.user])
+                if columns.split is not None:
+                    listing.splits.append(self.config.word(row.cells[columns.split]))
+                labels.add([row.cells[column] for column in columns.labels])
             except RowError as problem:
                 raise DataError(f"{row.place}: {problem} Correct the table.") from None
         if not listing.images:
             raise DataError(f"{where} has a header but lists no image. {self.obtain()}")
         return listing
 
-    def _take(
-        self,
-        row: Row,
-        layout: Layout,
-        listing: Listing,
-        labels: LabelCells,
-        places: dict[str, str],
-    ) -> None:
-        """Add one row to the listing, to the labels and to the places of all images."""
-        place, cells = row
-        if len(cells) != layout.width:
-            raise RowError(f"there are {len(cells)} cells below {layout.width} columns.")
-        image = _image_name(cells[layout.image])
-        if image in places:
-            raise RowError(f"image {image!r} is listed already in {places[image]}.")
-        places[image] = place
-        listing.images.append(image)
-        if layout.user is not None and listing.users is not None:
-            if not cells[layout.user]:
-                raise RowError("the user is missing.")
-            listing.users.append(cells[layout.user])
-        if layout.split is not None and listing.splits is not None:
-            listing.splits.append(self.config.word(cells[layout.split]))
-        labels.add([cells[column] for column in layout.labels])
-
-    def _layout(self, header: list[str], labels: LabelCells, where: str) -> Layout:
-        """Where in a row everything stands."""
-        config = self.config
-        columns = {name: i for i, name in enumerate(header) if name not in config.ignore}
-        if twice := [name for name in _repeated(header) if name in columns]:
-            raise DataError(f"{where} has two columns {twice[0]!r}. Rename or remove one.")
-        if "" in columns:
-            raise DataError(
-                f"{where}, column {columns[''] + 1} has no name. Name or remove it; pandas leaves "
-                "out the row numbers with index=False."
-            )
-
-        def place(name: str, setting: str) -> int:
-            if name not in columns:
-                other = ' Or set data.format = "columns", if every class has a column of its own.'
-                raise DataError(
-                    f"{where} has no column {name!r}, which data.{setting} asks for. "
-                    f"{nearest(name, columns)}{other if setting == 'labels' else ''}"
-                )
-            return columns[name]
-
-        def place_if_any(name: str, setting: str, usual: Sequence[str]) -> int | None:
-            found = [name] if name else [column for column in usual if column in columns]
-            if len(found) > 1:
-                raise DataError(
-                    f"{where} has columns {' and '.join(found)}. Set data.{setting} to one of them "
-                    "and name the other in data.ignore."
-                )
-            return place(found[0], setting) if found else None
-
-        image = place(config.image, "image")
-        user = place_if_any(config.user, "user", USER_COLUMNS)
-        split = place_if_any(config.split, "split", SPLIT_COLUMNS)
+    def _columns(self, header: Header, labels: LabelCells) -> Columns:
+        """What the columns of a table mean."""
+        config, where = self.config, header.where
+        image = header.place(config.image, "image")
+        user = header.place_if_any(config.user, "user", USER_COLUMNS)
+        split = header.place_if_any(config.split, "split", SPLIT_COLUMNS)
         if split is not None and config.test_table:
             raise DataError(
-                f"{where} has the split column {header[split]!r}, but data.test_table names the "
-                "test images. Name the column in data.ignore, or remove data.test_table."
+                f"{where} has the split column {header.names[split]!r}, but data.test_table names "
+                "the test images. Name the column in data.ignore, or remove data.test_table."
             )
-        free = [name for name, i in columns.items() if i not in (image, user, split)]
+        free = [name for name, i in header.places.items() if i not in (image, user, split)]
         wanted = labels.columns(free)
         if not wanted:
             raise DataError(f"{where} has no label column. Add a column of 0 and 1 per class.")
-        labelled = tuple(place(name, labels.setting) for name in wanted)
+        labelled = tuple(header.place(name, labels.setting) for name in wanted)
         roles = [column for column in (image, user, split, *labelled) if column is not None]
-        if doubled := [column for column in roles if roles.count(column) > 1]:
+        if (doubled := repeated(roles)) is not None:
             raise DataError(
-                f"The settings give the column {header[doubled[0]]!r} of {where} two meanings. "
+                f"The settings give the column {header.names[doubled]!r} of {where} two meanings. "
                 f"Look at data.image, data.user, data.split and data.{labels.setting}."
             )
         if unknown := [name for name in free if name not in wanted]:
@@ -372,7 +326,7 @@ class Table(FileSource):
                 f"{where} has the column {unknown[0]!r}, and no setting says what it is. Name it "
                 f"in data.ignore, or in data.user, data.split or data.{labels.setting}."
             )
-        return Layout(len(header), image, user, split, labelled)
+        return Columns(image, user, split, labelled)
 
 
 def image_faults(part: AnnotatedFiles, tell: Tell | None) -> list[str]:
@@ -446,10 +400,54 @@ class Row(NamedTuple):
     cells: list[str]
 
 
-class Layout(NamedTuple):
-    """How many cells a row has, and which of them is what."""
+class Header:
+    """The columns of a table that are not passed over; each must have a name of its own.
 
-    width: int
+    >>> header = Header("a.csv", ["image", "note", "labels"], ignore=["note"])
+    >>> header.places, header.place("labels", "labels")
+    ({'image': 0, 'labels': 2}, 2)
+    """
+
+    def __init__(self, where: str, names: Sequence[str], ignore: Sequence[str]) -> None:
+        self.where, self.names = where, names
+        self.places = {name: i for i, name in enumerate(names) if name not in ignore}
+        if (twice := repeated([name for name in names if name in self.places])) is not None:
+            raise DataError(f"{where} has two columns {twice!r}. Rename or remove one.")
+        if "" in self.places:
+            raise DataError(
+                f"{where}, column {self.places[''] + 1} has no name. Name or remove it; pandas "
+                "leaves out the row numbers with index=False."
+            )
+
+    def refuse_other_width(self, cells: Sequence[str]) -> None:
+        """Refuse a row that does not have a cell for each column."""
+        if len(cells) != len(self.names):
+            raise RowError(f"there are {len(cells):,} cells below {len(self.names):,} columns.")
+
+    def place(self, name: str, setting: str) -> int:
+        """The place of a column that ``data.SETTING`` names."""
+        if name not in self.places:
+            other = ' Or set data.format = "columns", if every class has a column of its own.'
+            raise DataError(
+                f"{self.where} has no column {name!r}, which data.{setting} asks for. "
+                f"{nearest(name, self.places)}{other if setting == 'labels' else ''}"
+            )
+        return self.places[name]
+
+    def place_if_any(self, name: str, setting: str, usual: Sequence[str]) -> int | None:
+        """The place of a column that a setting names, or else of one with a usual name."""
+        found = [name] if name else [column for column in usual if column in self.places]
+        if len(found) > 1:
+            raise DataError(
+                f"{self.where} has columns {' and '.join(found)}. Set data.{setting} to one of "
+                "them and name the other in data.ignore."
+            )
+        return self.place(found[0], setting) if found else None
+
+
+class Columns(NamedTuple):
+    """Which cell of a row is what."""
+
     image: int
     user: int | None
     split: int | None
@@ -458,12 +456,12 @@ class Layout(NamedTuple):
 
 @dataclass
 class Listing:
-    """The rows of one table besides their labels; users and splits where it has such a column."""
+    """The rows of one table beside their labels; no users, no splits without such a column."""
 
     where: str
-    users: list[str] | None
-    splits: list[str] | None
     images: list[str] = field(default_factory=list)
+    users: list[str] = field(default_factory=list)
+    splits: list[str] = field(default_factory=list)
 
     def part(self, tree: Tree, rows: Index, values: Labels) -> AnnotatedFiles:
         """Some rows, whose labels and unknown labels are ``values``; these become the labels."""
@@ -476,7 +474,7 @@ class Listing:
             files=tree.images(images),
             labels=values,
             ids=tuple(images),
-            users=None if self.users is None else np.array([self.users[i] for i in rows]),
+            users=np.array([self.users[i] for i in rows]) if self.users else None,
             known=known,
         )
 
@@ -484,29 +482,10 @@ class Listing:
 # Labels -------------------------------------------------------------------------------------------
 
 
-class LabelCells(Protocol):
-    """One way to write labels: takes the cells of row after row, and makes a matrix of them."""
-
-    @property
-    def setting(self) -> str:
-        """The setting that names its columns."""
-        ...
-
-    def columns(self, free: Sequence[str]) -> Sequence[str]:
-        """The columns with labels, given those of a table that mean nothing else."""
-        ...
-
-    def add(self, cells: list[str]) -> None:
-        """Take a row's cells under those columns; :class:`RowError` when they make no sense."""
-        ...
-
-    def finish(self) -> tuple[tuple[str, ...], Labels]:
-        """The classes, and ``(N, C)`` with 1 where a class is present and UNKNOWN where unknown."""
-        ...
-
-
 class JoinedCells:
     """Names in one cell, joined by ``|``; all names become classes where none are given.
+
+    It takes the cells of row after row and makes a matrix of them, as :class:`ColumnCells` does.
 
     >>> cells = JoinedCells("labels")
     >>> for cell in ("tree|cat", "|", ""):
@@ -526,11 +505,11 @@ class JoinedCells:
         self._rows, self._columns, self._unknown = array("q"), array("q"), array("q")
 
     def columns(self, free: Sequence[str]) -> Sequence[str]:
-        """See :meth:`LabelCells.columns`."""
+        """The columns with labels, given those of a table that mean nothing else."""
         return (self._column,)
 
     def add(self, cells: list[str]) -> None:
-        """See :meth:`LabelCells.add`."""
+        """Take a row's cells under those columns; :class:`RowError` when they make no sense."""
         (cell,) = cells
         if not cell:
             self._unknown.append(self._count)
@@ -554,7 +533,7 @@ class JoinedCells:
         return code
 
     def finish(self) -> tuple[tuple[str, ...], Labels]:
-        """See :meth:`LabelCells.finish`."""
+        """The classes, and ``(N, C)`` with 1 where a class is present and UNKNOWN where unknown."""
         if not self._codes:
             raise DataError(
                 f"The column {self._column!r} names no label at all. Write names into it, with "
@@ -594,36 +573,37 @@ class ColumnCells:
         self._values = bytearray()
 
     def columns(self, free: Sequence[str]) -> Sequence[str]:
-        """See :meth:`LabelCells.columns`; a second table must have the columns of the first."""
+        """See :meth:`JoinedCells.columns`; a second table must have the columns of the first."""
         if not self._classes:
             self._classes = tuple(free)
         return self._classes
 
     def add(self, cells: list[str]) -> None:
-        """See :meth:`LabelCells.add`."""
-        try:
-            self._values += bytes(map(CELLS.__getitem__, cells))
-        except KeyError:
-            at = next(i for i, cell in enumerate(cells) if cell not in CELLS)
-            name = self._classes[at]
-            raise RowError(
-                f"column {name!r} holds {cells[at]!r}, which is not 0, 1 or empty; if {name!r} is "
-                "not a class, name it in data.ignore."
-            ) from None
+        """See :meth:`JoinedCells.add`."""
+        self._values += label_values(cells, self._classes)
 
     def finish(self) -> tuple[tuple[str, ...], Labels]:
-        """See :meth:`LabelCells.finish`."""
+        """See :meth:`JoinedCells.finish`."""
         values = np.frombuffer(self._values, np.uint8)
         return self._classes, values.reshape(-1, len(self._classes))
 
 
+LabelCells: TypeAlias = JoinedCells | ColumnCells
+
+
+def label_values(cells: Sequence[str], names: Sequence[str]) -> bytes:
+    """What a row has under its label columns: 0, 1 or :data:`UNKNOWN` each."""
+    try:
+        return bytes(map(CELLS.__getitem__, cells))
+    except KeyError:
+        cell, name = next(pair for pair in zip(cells, names, strict=True) if pair[0] not in CELLS)
+        raise RowError(
+            f"column {name!r} holds {shown(cell)}, which is not 0, 1 or empty; if {name!r} is not "
+            "a class, name it in data.ignore."
+        ) from None
+
+
 # Reading ------------------------------------------------------------------------------------------
-
-
-def _rows(tree: Tree, name: str) -> Iterator[Row]:
-    """The header of a table and then its rows."""
-    read = csv_rows if name.lower().endswith(".csv") else parquet_rows
-    return read(tree.read(name), tree.locate(name))
 
 
 def csv_rows(data: bytes, where: str) -> Iterator[Row]:
@@ -704,8 +684,9 @@ def _split(word: str) -> str:
     return SPLITS.get(word, word)
 
 
-def _repeated(names: Sequence[str]) -> list[str]:
-    return [name for i, name in enumerate(names) if name in names[:i]]
+def repeated(values: Sequence[T]) -> T | None:
+    """A value that stands there twice, if one does."""
+    return next((value for value, count in Counter(values).items() if count > 1), None)
 
 
 def _image_name(cell: str) -> str:

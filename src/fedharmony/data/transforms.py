@@ -105,10 +105,6 @@ def noise(images: Tensor, index: Tensor) -> Tensor:
 
     z = Φ⁻¹((u + ½) / 2¹⁶), where u is the upper 16 bits of SplitMix64 (Steele et al., OOPSLA 2014)
     at counter index · 3HW + position, in the order of memory.
-
-    Args:
-        images: uint8 ``(..., 3, H, W)``.
-        index: int64 ``(...)``, the index of every image.
     """
     values = math.prod(images.shape[-3:])
     position = torch.arange(values, device=images.device).view(images.shape[-3:])
@@ -181,7 +177,7 @@ def check_transforms(names: Sequence[str]) -> None:
 
 
 class TransformedImages:
-    """Images that are transformed when they are read, each by a transform of its own.
+    """Images of which image i is transformed by ``names[of_image[i]]`` when it is read.
 
     >>> white = TensorImages(torch.full((2, 3, 1, 1), 255, dtype=torch.uint8))
     >>> images = TransformedImages(white, ["dark", "none"], np.array([1, 0]))
@@ -190,7 +186,6 @@ class TransformedImages:
     """
 
     def __init__(self, images: Images, names: Sequence[str], of_image: Index) -> None:
-        """Wrap ``images``; image i is transformed by ``names[of_image[i]]``."""
         check_transforms(names)
         if len(images.shape) != 3 or images.shape[0] != 3:
             raise DataError(
@@ -206,7 +201,6 @@ class TransformedImages:
         self.of_image = torch.from_numpy(np.asarray(of_image, np.int64))
 
     def __len__(self) -> int:
-        """The number of images N."""
         return len(self.images)
 
     @property

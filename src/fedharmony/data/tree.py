@@ -29,7 +29,7 @@ import zlib
 from collections.abc import Sequence
 from functools import cached_property
 from pathlib import Path
-from typing import BinaryIO, NamedTuple, Protocol
+from typing import BinaryIO, NamedTuple, Protocol, TypeAlias
 
 from fedharmony.data.base import cache_folder
 from fedharmony.data.derived import building, new_file
@@ -60,51 +60,19 @@ class ImageFiles(Protocol):
 
     def __len__(self) -> int:
         """The number of files N."""
-        ...
 
     def name(self, i: int) -> str:
         """File ``i`` for messages: its path, or ``archive:member``."""
-        ...
 
     def read(self, i: int) -> bytes:
         """The encoded bytes of file ``i``; :class:`DataError` naming it when that fails."""
-        ...
 
     def fingerprint(self) -> str:
         """SHA-256 that changes when a name or a file does; cheap, since no file is read."""
-        ...
-
-
-class Store(Protocol):
-    """One place of a tree: a folder or an archive."""
-
-    #: Whether the first look-up takes long, because the archive must be unpacked.
-    slow: bool
-
-    @property
-    def where(self) -> str:
-        """The place, for messages."""
-        ...
-
-    def stamp(self, name: str) -> str | None:
-        """What changes with the content of a file; None when there is no such file."""
-        ...
-
-    def list(self, folder: str) -> list[str]:
-        """Base names in a folder; empty when there is none of that name."""
-        ...
-
-    def locate(self, name: str) -> str:
-        """A file of this place, for messages."""
-        ...
-
-    def read(self, name: str, limit: int) -> bytes:
-        """The content of a file that is there, and has at most ``limit`` bytes."""
-        ...
 
 
 class Folder:
-    """The files below a folder."""
+    """The files below a folder. :class:`Archive` has the same methods."""
 
     slow = False
 
@@ -113,11 +81,14 @@ class Folder:
 
     @property
     def where(self) -> str:
-        """See :attr:`Store.where`."""
+        """The place, for messages."""
         return f"folder {self.root}"
 
     def stamp(self, name: str) -> str | None:
-        """Size and time of the last change."""
+        """What changes with the content of a file: size and time of the last change.
+
+        None when there is no such file.
+        """
         try:
             found = (self.root / name).stat()
         except OSError:
@@ -125,18 +96,18 @@ class Folder:
         return f"{found.st_size} {found.st_mtime_ns}"
 
     def list(self, folder: str) -> list[str]:
-        """See :meth:`Store.list`."""
+        """Base names in a folder; empty when there is none of that name."""
         try:
             return os.listdir(self.root / folder)  # noqa: PTH208 (names, not paths)
         except OSError:
             return []
 
     def locate(self, name: str) -> str:
-        """See :meth:`Store.locate`."""
+        """A file of this place, for messages."""
         return str(self.root / name)
 
     def read(self, name: str, limit: int) -> bytes:
-        """See :meth:`Store.read`."""
+        """The content of a file that is there and has at most ``limit`` bytes."""
         try:
             return read_regular(self.root / name, limit)
         except OSError as error:
@@ -168,7 +139,7 @@ class Archive:
 
     @property
     def where(self) -> str:
-        """See :attr:`Store.where`."""
+        """See :attr:`Folder.where`."""
         return f"archive {self.path}"
 
     def stamp(self, name: str) -> str | None:
@@ -183,15 +154,15 @@ class Archive:
         return None if member is None else member.stamp
 
     def list(self, folder: str) -> list[str]:
-        """See :meth:`Store.list`."""
+        """See :meth:`Folder.list`."""
         return list(self._folders.get(folder, ()))
 
     def locate(self, name: str) -> str:
-        """See :meth:`Store.locate`."""
+        """See :meth:`Folder.locate`."""
         return f"{self.path}:{name}"
 
     def read(self, name: str, limit: int) -> bytes:
-        """See :meth:`Store.read`; a zip's checksums are verified."""
+        """See :meth:`Folder.read`; a zip's checksums are verified."""
         member = self._members.get(name)
         if member is None:
             raise DataError(f"{self.locate(name)} cannot be read: it is a folder.")
@@ -256,6 +227,10 @@ class Archive:
                 known[base] = None
                 name = parent
         return folders
+
+
+#: One place of a tree.
+Store: TypeAlias = Folder | Archive
 
 
 class Tree:
@@ -329,7 +304,6 @@ class TreeImages:
         self._names = tuple(names)
 
     def __len__(self) -> int:
-        """The number of files N."""
         return len(self._names)
 
     def name(self, i: int) -> str:
@@ -359,15 +333,10 @@ class TreeImages:
 
 
 def open_tree(path: Path | str, drop: Sequence[str] = WRAPPERS) -> Tree:
-    """The tree of a folder, of an archive, or of a folder that holds archives.
+    """The tree of a folder, of an archive (:data:`ARCHIVES`), or of a folder that holds archives.
 
-    Args:
-        path: A folder or an archive (:data:`ARCHIVES`). Archives in a folder are opened only when
-            something is not found in the folder itself, those that must be unpacked last.
-        drop: Folders left out at the head of names.
-
-    Raises:
-        DataError: There is nothing at ``path``, or a file of another kind.
+    Archives in a folder are opened only when something is not found in the folder itself, those
+    that must be unpacked last. Folders in ``drop`` are left out at the head of names.
 
     >>> import tempfile
     >>> with tempfile.TemporaryDirectory() as folder:

@@ -15,50 +15,31 @@ published figure a little.
 
 from __future__ import annotations
 
-import typing
 import xml.etree.ElementTree as ET
 from collections import Counter
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
-from typing import Literal, TypeAlias
+from typing import Annotated, Literal, TypeAlias
 
 import numpy as np
 import numpy.typing as npt
 from pydantic import BeforeValidator
 
 from fedharmony.data.base import datasets
-from fedharmony.data.file_source import AnnotatedFiles, FileSource
+from fedharmony.data.file_source import AnnotatedFiles, Content, FileSource
 from fedharmony.data.tree import Tree
 from fedharmony.errors import ConfigError, DataError, nearest
 
 #: A name, not a number; `year=2012` on a command line is understood all the same.
-Year: TypeAlias = typing.Annotated[Literal["2007", "2012"], BeforeValidator(str)]
+Year: TypeAlias = Annotated[Literal["2007", "2012"], BeforeValidator(str)]
 ImageSet: TypeAlias = Literal["train", "val", "trainval", "test"]
-Difficult: TypeAlias = Literal["drop", "keep", "ignore"]
 Bools: TypeAlias = npt.NDArray[np.bool_]
 
 #: The 20 classes in label order, which is alphabetical.
 CLASSES = (
-    "aeroplane",
-    "bicycle",
-    "bird",
-    "boat",
-    "bottle",
-    "bus",
-    "car",
-    "cat",
-    "chair",
-    "cow",
-    "diningtable",
-    "dog",
-    "horse",
-    "motorbike",
-    "person",
-    "pottedplant",
-    "sheep",
-    "sofa",
-    "train",
-    "tvmonitor",
+    *("aeroplane", "bicycle", "bird", "boat", "bottle", "bus", "car", "cat", "chair", "cow"),
+    *("diningtable", "dog", "horse", "motorbike", "person"),
+    *("pottedplant", "sheep", "sofa", "train", "tvmonitor"),
 )
 INDEX = {name: c for c, name in enumerate(CLASSES)}
 
@@ -124,12 +105,11 @@ class Voc(FileSource):
         """
 
         year: Year = "2007"
-        difficult: Difficult = "drop"
+        difficult: Literal["drop", "keep", "ignore"] = "drop"
         train_set: ImageSet | None = None
         test_set: ImageSet | None = None
 
         def __post_init__(self) -> None:
-            """Refuse sets that cannot be read, or that share images."""
             train, test = self.sets
             if self.year == "2012" and "test" in (train, test):
                 raise ConfigError(
@@ -150,7 +130,7 @@ class Voc(FileSource):
 
     config: Config
 
-    def annotations(self) -> tuple[tuple[str, ...], AnnotatedFiles, AnnotatedFiles]:
+    def annotations(self) -> Content:
         """Class names, training pool and test set, from the lists and XML files alone."""
         tree = self.tree()
         self._require_year(tree)

@@ -57,18 +57,14 @@ class Plan:
 
     def widened(self, size: int) -> Index:
         """The image indices with padding for ``size`` clients, (S, size, B)."""
-        steps, clients, rows = self.index.shape
-        wide = np.full((steps, size, rows), -1, dtype=np.int64)
-        wide[:, :clients] = self.index
-        return wide
+        added = ((0, 0), (0, size - len(self.steps)), (0, 0))
+        return np.pad(self.index, added, constant_values=-1)
 
     def final_epoch(self, epochs: int, size: int) -> npt.NDArray[np.float32]:
         """(S, size): 1 at the steps of each client's last epoch."""
         step = np.arange(len(self.index))[:, None]
         inside = (step < self.steps) & (step >= self.steps - self.steps // epochs)
-        final = np.zeros((len(self.index), size), dtype=np.float32)
-        final[:, : len(self.steps)] = inside
-        return final
+        return np.pad(inside.astype(np.float32), ((0, 0), (0, size - len(self.steps))))
 
 
 def plan_batches(orders: Sequence[Index], batch_size: int) -> Plan:
@@ -90,9 +86,7 @@ def plan_batches(orders: Sequence[Index], batch_size: int) -> Plan:
     )
     if (np.diff(steps) > 0).any():
         raise ValueError("clients of a stack must be ordered by size, largest first")
-    index: npt.NDArray[np.int64] = np.full(
-        (int(steps.max()), len(orders), batch_size), -1, dtype=np.int64
-    )
+    index = np.full((int(steps.max()), len(orders), batch_size), -1, dtype=np.int64)
     for m, (order, batches) in enumerate(zip(orders, per_epoch, strict=True)):
         epochs, images = order.shape
         padded = np.full((epochs, batches * batch_size), -1, dtype=np.int64)

@@ -85,9 +85,13 @@ def to_bytes(record: Record, **more: str) -> bytes:
 
 def from_bytes(data: bytes) -> Record:
     """The record behind :func:`to_bytes`."""
+    return _assemble(header_of(data), safetensors.torch.load(data))
+
+
+def header_of(data: bytes) -> dict[str, str]:
+    """What :func:`to_bytes` wrote into the header."""
     length = int.from_bytes(data[:8], "little")
-    header = json.loads(data[8 : 8 + length])["__metadata__"]
-    return _assemble(header, safetensors.torch.load(data))
+    return dict(json.loads(data[8 : 8 + length])["__metadata__"])
 
 
 def _assemble(header: Mapping[str, str], tensors: Mapping[str, Tensor]) -> Record:

@@ -28,14 +28,8 @@ AHEAD = 2
 class ClientData:
     """The data of all clients, as batches on a device.
 
-    Args:
-        data: the training images of all clients.
-        clients: by client id, the indices of its images.
-        seed: of the run.
-        device: where batches are needed.
-        memory: what clients keep between rounds.
-
     Attributes:
+        clients: by client id, the indices of its images.
         resident: whether the images lie on the device, so that a step can fetch them itself.
     """
 

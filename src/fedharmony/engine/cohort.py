@@ -35,18 +35,12 @@ class Cohort:
     """Trains and sweeps stacks of clients whose data it holds.
 
     Args:
-        model: what is trained.
-        method: whose client functions are run.
         data: the training images of all clients.
         clients: by client id, the indices of its images.
-        settings: of local training.
-        seed: of the run.
-        device: where to compute.
         sweep_batch: images per client and step in passes without training.
         frozen: the model's frozen tensors, which never travel.
         memory: what clients keep between rounds.
         changes: random changes of training images.
-        means: how to compute.
     """
 
     def __init__(
@@ -97,7 +91,7 @@ class Cohort:
     ) -> list[Reply]:
         """Carry out a stage for the clients of ``messages`` as one stack; replies in order.
 
-        ``plain``: on the plain path, whatever else the cohort takes.
+        ``plain`` takes the plain path this once.
         """
         trainer, sweeper = self._plain if plain else (self.trainer, self.sweeper)
         clients, sweep = self.data.by_size(messages), stage.sweep

@@ -199,8 +199,8 @@ class Federation:
     ) -> Iterator[Reply]:
         """Good replies, largest clients first; drop-outs and failures only leave a note.
 
-        The order is one that a transport can train well in (clients of like size together), and
-        the same whatever the transport: sums over replies have the same bits.
+        So clients of like size come together, which a transport can train faster. The order is the
+        same for every transport, so that sums over replies have the same bits.
         """
         rate, expected = self.settings.drop_rate, self._expected(stage, state)
         lost = {k for k in sent if drops_out(rate, self.seed, round, k)}
@@ -233,7 +233,9 @@ class Federation:
         if reason is None and stage.train:
             # Steps are what some methods weigh by; a client may stop early, but not do more.
             most = self.epochs * -(-announced // self.method.task.batch_size)
-            reason = _claim(reply.record, "steps", most)
+            steps = reply.record.scalars.get("steps")
+            if isinstance(steps, bool) or not isinstance(steps, int) or not 0 <= steps <= most:
+                reason = f"it claims {steps!r} steps; 0 to {most} are possible"
         return reason
 
     def _expected(self, stage: Stage, state: Record) -> Forms:
@@ -259,9 +261,9 @@ class Federation:
 
 
 def problem(record: Record, expected: Forms, finite: bool | None = None) -> str | None:
-    """Why a reply cannot be used, or None: a tensor that is missing, or has not the form expected.
+    """Why a reply cannot be used, or None: a tensor is missing, or does not have its form.
 
-    ``finite`` says that values are known to be finite; otherwise they are looked at.
+    ``finite``: the values are known to be finite and need no look.
 
     >>> expected = {"params": {"w": Form((1,), low=0.0)}}
     >>> problem(Record({"params": {"w": torch.tensor([float("nan")])}}), expected)
@@ -287,11 +289,6 @@ def problem(record: Record, expected: Forms, finite: bool | None = None) -> str 
 
 def _misformed(group: str, tensors: Mapping[str, Tensor], forms: Mapping[str, Form]) -> str | None:
     """The first tensor of a group that is missing, or of another shape or type than expected."""
-    if isinstance(tensors, Packed):
-        shapes = tuple((name, form.shape) for name, form in forms.items())
-        types = {form.dtype for form in forms.values()}
-        if tensors.layout.shapes == shapes and types == {tensors.row.dtype}:
-            return None  # as most replies have it, at one look
     if tensors.keys() != forms.keys():
         odd = sorted(tensors.keys() ^ forms.keys())
         return f"group {group!r} has missing or unexpected tensors: {', '.join(odd[:3])}"
@@ -341,11 +338,3 @@ def _unusable(tensors: Mapping[str, Tensor]) -> str:
         return f"{name} holds a value that is not finite"
     size = float(tensors[name].abs().max())
     return f"{name} holds {size:g}, and the square of a number above {LARGEST:.2g} overflows"
-
-
-def _claim(record: Record, name: str, most: int) -> str | None:
-    """What is wrong with a whole number that a client says of itself, or None."""
-    value = record.scalars.get(name)
-    if isinstance(value, bool) or not isinstance(value, int) or not 0 <= value <= most:
-        return f"it claims {value!r} {name}; 0 to {most} are possible"
-    return None

@@ -24,9 +24,9 @@ from fedharmony.engine.optimise import (
 )
 from fedharmony.types import LARGEST, Layout, Packed, Tensors
 
-#: Parameters with so many numbers have memory of their own, and the optimiser a pass for each.
+#: A parameter with so many numbers has memory of its own, over which the optimiser passes alone.
 APART = 1 << 13
-#: Longest row of flat memory that the optimiser's pass is told of.
+#: The optimiser's pass sees flat memory as rows of at most this length.
 ROW = 1 << 10
 
 
@@ -67,17 +67,16 @@ def all_finite(values: Tensor) -> Tensor:
 class Lanes:
     """M clients side by side: parameters, the optimiser's moments, sums of losses.
 
-    Every half-precision matrix is a block (size, in, out) of its own, in the order in which
-    products leave its gradient, so that its update is one pass over flat memory; so is every other
-    large parameter. The rest lie side by side in one block (size, length) and are updated together.
+    A matrix in half precision is a block (size, in, out) of its own. Its numbers lie in the order
+    in which a product writes its gradient, so that its update is one pass over flat memory. Every
+    other large parameter is a block, too. The rest lie side by side in one block (size, length) and
+    are updated together.
 
     Args:
         received: shapes and types of the parameters, (M, ...) each.
         size: clients there is room for.
-        settings: of local training.
         half: names of the parameters that the model reads in bfloat16.
-        compile: whether the optimiser's pass is compiled.
-        backend: of ``torch.compile``.
+        compile: whether the optimiser's pass is compiled, by ``backend``.
 
     Attributes:
         params: (size, ...) each, in full precision.
@@ -118,7 +117,7 @@ class Lanes:
         self._begin(len(next(iter(received.values()))))
 
     def load_row(self, row: Tensor, clients: int) -> None:
-        """So many clients start from the same model, laid out as theirs."""
+        """The first clients start from one model, a row in the order of the lanes."""
         lengths = [block.layout.length for block in self._blocks]
         rows = [part.expand(clients, -1) for part in row.split_with_sizes(lengths)]
         torch._foreach_copy_([block.values[:clients] for block in self._blocks], rows)
@@ -189,7 +188,7 @@ class Lanes:
         self._saved.append((first, last, self._rows(first, last), self.losses[first:last].clone()))
 
     def result(self, clients: int) -> Trained:
-        """What became of the first ``clients`` clients, copied: other clients take their lanes."""
+        """A copy of what the first clients have become: other clients will take their lanes."""
         rows, losses = self._rows(0, clients), self.losses[:clients].clone()
         for first, last, kept, lost in self._saved:
             rows[first:last], losses[first:last] = kept, lost

@@ -49,13 +49,13 @@ class Means:
         return torch.autocast(device.type, torch.bfloat16) if self.half else nullcontext()
 
     def product_dtype(self, dtype: torch.dtype) -> torch.dtype:
-        """What products are taken in, where everything else is ``dtype``."""
+        """The type of products, where everything else is ``dtype``."""
         return torch.bfloat16 if self.half else dtype
 
     def halved(self, tensors: Mapping[str, Tensor]) -> frozenset[str]:
-        """Names of the weight matrices, which enter products only, if these are in half precision.
+        """Names of the weight matrices that the model reads in bfloat16; none in full precision.
 
-        Their copies in bfloat16 are what autocast would make, once per step instead of per use.
+        They enter products only. Autocast would copy them at every use; here it is once per step.
         """
         if not self.half:
             return frozenset()

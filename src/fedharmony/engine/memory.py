@@ -49,16 +49,13 @@ class ClientMemory:
         self._held: OrderedDict[tuple[int, int], Tensors] = OrderedDict()
         self._bytes = 0
         self._rounds: dict[int, list[int]] = {}  # ascending, per client
-        self._several: set[int] = set()  # clients with more than one version
         self._digests: dict[tuple[int, int], str] = {}  # of files, once they are written or asked
         if folder is not None and folder.exists():
             for file in folder.glob("*/*.safetensors"):
                 if file.parent.name.isdecimal() and file.stem.isdecimal():
                     self._rounds.setdefault(int(file.parent.name), []).append(int(file.stem))
-            for client, rounds in self._rounds.items():
+            for rounds in self._rounds.values():
                 rounds.sort()
-                if len(rounds) > 1:
-                    self._several.add(client)
 
     @property
     def nbytes(self) -> int:
@@ -80,8 +77,6 @@ class ClientMemory:
                 ) from error
             self._digests[client, round] = save_record(file, Record({GROUP: kept}))
         self._rounds[client] = sorted({*self._rounds.get(client, []), round})
-        if len(self._rounds[client]) > 1:
-            self._several.add(client)
         self._hold((client, round), kept)
 
     def read(self, client: int, before: int) -> Tensors:
@@ -101,10 +96,10 @@ class ClientMemory:
 
     def commit(self, rounds_done: int) -> None:
         """A checkpoint after ``rounds_done`` rounds stands: versions it made useless may go."""
-        for client in sorted(self._several):  # not all clients ever heard
-            past = [t for t in self._rounds[client] if t < rounds_done]
-            for round in past[:-1]:
-                self._drop(client, round)
+        for client, rounds in self._rounds.items():
+            if len(rounds) > 1:
+                for round in [t for t in rounds if t < rounds_done][:-1]:
+                    self._drop(client, round)
 
     def rewind(self, rounds_done: int) -> None:
         """Drop versions of rounds that the checkpoint after ``rounds_done`` rounds lacks."""
@@ -164,8 +159,6 @@ class ClientMemory:
 
     def _drop(self, client: int, round: int) -> None:
         self._rounds[client].remove(round)
-        if len(self._rounds[client]) < 2:
-            self._several.discard(client)
         self._release((client, round))
         self._digests.pop((client, round), None)
         if self._folder is not None:

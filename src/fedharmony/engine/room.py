@@ -1,6 +1,6 @@
 """How many clients to train at once: what fills the device and fits into it.
 
-No clock decides here: how clients are stacked shows in the last bits of a result.
+Nothing is timed here: stacks change the last bits of a result, so no clock may decide on them.
 """
 
 from __future__ import annotations
@@ -21,17 +21,17 @@ log = logging.getLogger(__name__)
 FULL = {"cpu": 16, "cuda": 48}
 #: Clients with fewer images than a batch fill the device in larger numbers, up to this factor.
 WIDEST = 8
-#: How alike clients of a stack are, in bits of their numbers of images (:class:`StackRule`): a step
-#: has a cost of its own on a GPU, which is worth some padding.
-ALIKE = {"cpu": 2, "cuda": 1}
+#: Leading bits that the sizes of clients in a stack share (:class:`StackRule`). On a GPU each step
+#: has a cost of its own, so that fewer, larger stacks are worth some padding.
+COMMON_BITS = {"cpu": 2, "cuda": 1}
 #: Tensors as large as the parameters that a client needs while it trains: master weights, two
 #: moments, gradient and copy (half as large each in half precision), and its reply.
 COPIES = 5
 #: Memory of a training step per image, over what an uncompiled forward pass leaves behind: the
 #: backward pass needs some more; compiled, far less is left behind.
 BACKWARD, COMPILED = 1.3, 0.6
-#: What the weights of a stack may occupy on a CPU, and which share of a GPU's memory a stack. Not
-#: of what is free, unless that is less: the bits of a run should not depend on it.
+#: What the weights of a stack may occupy on a CPU, and the share of a GPU's memory that a stack may
+#: occupy. The share is of all memory, unless less is free: bits should not depend on what is free.
 CPU_BYTES, GPU_SHARE = 1 << 32, 0.8
 
 
@@ -44,14 +44,14 @@ class StackRule:
         batch_size: rows of a full batch.
         widest: most clients at once, however few rows they have; none means ``full`` and stacks
             that ignore sizes.
-        alike: leading bits of their numbers of images that clients of a stack have in common, below
-            a full batch: fewer make fewer stacks, and more padding.
+        common_bits: leading bits that the sizes of clients in a stack share, where these are below
+            a full batch: fewer bits make fewer stacks, and more padding.
     """
 
     full: int
     batch_size: int = 1
     widest: int | None = None
-    alike: int = 2
+    common_bits: int = 2
 
     def width(self, rows: int) -> int:
         """Clients at once whose batches have so many rows: the same number of rows in all.
@@ -71,12 +71,16 @@ class StackRule:
         >>> StackRule(2).stacks(range(3), {0: 9, 1: 5, 2: 1})
         [[0, 1], [2]]
         >>> sizes = {0: 8, 1: 6, 2: 5}
-        >>> [StackRule(4, 8, 32, alike=bits).stacks(range(3), sizes) for bits in (2, 1)]
+        >>> [StackRule(4, 8, 32, common_bits=bits).stacks(range(3), sizes) for bits in (2, 1)]
         [[[0], [1, 2]], [[0, 1, 2]]]
         """
         groups: dict[int, list[int]] = {}
         for client in clients:
-            rows = min(self.batch_size, rounded_up(sizes[client], self.alike)) if self.widest else 0
+            rows = (
+                min(self.batch_size, rounded_up(sizes[client], self.common_bits))
+                if self.widest
+                else 0
+            )
             groups.setdefault(rows, []).append(client)
         stacks = []
         for rows, members in groups.items():
@@ -88,8 +92,8 @@ class StackRule:
 
 
 @dataclass(frozen=True)
-class Trial:
-    """What is tried on the device, before the first round, to find out how to train.
+class RoomTest:
+    """Finds out, before the first round, how many clients the device holds at once.
 
     Attributes:
         model: what is trained, not compiled.
@@ -121,7 +125,7 @@ class Trial:
             widest = CPU_BYTES // weights
             full = max(1, min(full, widest))
         widest = max(full, min(widest, WIDEST * full))
-        return StackRule(full, self.batch_size, widest, ALIKE.get(kind, 2))
+        return StackRule(full, self.batch_size, widest, COMMON_BITS.get(kind, 2))
 
     def _room(self) -> float:
         """Bytes that a stack may occupy on a GPU."""

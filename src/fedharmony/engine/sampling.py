@@ -56,7 +56,6 @@ class Schedule(Sequence[list[int]]):
     seed: int
 
     def __post_init__(self) -> None:
-        """Refuse a cohort that cannot be drawn."""
         if len(self._eligible()) < self.cohort:
             raise ConfigError(
                 f"A cohort of {self.cohort} needs as many clients with images; only "
@@ -68,7 +67,6 @@ class Schedule(Sequence[list[int]]):
         return sorted(k for k, size in self.sizes.items() if size > 0)
 
     def __len__(self) -> int:
-        """The number of rounds."""
         return self.rounds
 
     @overload

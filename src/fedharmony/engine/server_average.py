@@ -52,13 +52,7 @@ class ServerAverage:
         return int(str(self.rule).removeprefix("last:")) if "last:" in str(self.rule) else 0
 
     def add(self, before: Record, state: Record, round: int) -> Record:
-        """The state with the global model of a round in the average.
-
-        Args:
-            before: The state before the training of this round.
-            state: The state after it.
-            round: t.
-        """
+        """The state with a round's model in the average; ``before`` is that before its training."""
         if not self.rule:
             return state
         if self.last:

@@ -27,6 +27,12 @@ def expand(tensors: Mapping[str, Tensor], width: int) -> Tensors:
     return {name: t.unsqueeze(0).expand(width, *t.shape) for name, t in tensors.items()}
 
 
+def constants(frozen: Mapping[str, Tensor], width: int, dtype: torch.dtype) -> Tensors:
+    """The frozen tensors of a model for a stack of clients, without a copy for each."""
+    cast = {n: t.to(dtype) if t.is_floating_point() else t for n, t in frozen.items()}
+    return expand(cast, width)
+
+
 class OneClient(Mapping[str, Tensor]):
     """The tensors of one client of a stack, taken out of it when they are asked for.
 

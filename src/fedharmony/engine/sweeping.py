@@ -1,4 +1,4 @@
-"""A pass over the data of a stack of clients, without training: one per client and batch."""
+"""A pass over the data of a stack of clients, without training."""
 
 from __future__ import annotations
 
@@ -10,7 +10,7 @@ from torch import Tensor
 from fedharmony.engine.batches import Plan, plan_batches
 from fedharmony.engine.clients import ClientData
 from fedharmony.engine.means import Means
-from fedharmony.engine.stacking import OneClient, StackedMessage, expand, narrow
+from fedharmony.engine.stacking import OneClient, StackedMessage, constants, narrow
 from fedharmony.engine.training import Show
 from fedharmony.losses import Batch
 from fedharmony.methods.base import Sweep
@@ -23,16 +23,7 @@ GRADIENT_BYTES = {"cpu": 1 << 28, "cuda": 1 << 33}
 
 
 class Sweeper:
-    """Sweeps over the data of stacks of clients.
-
-    Args:
-        model: whose outputs, features or gradients are looked at.
-        data: what the clients hold.
-        means: how to compute.
-        frozen: the model's frozen tensors.
-        show: from pixels to the model's input.
-        batch: images per client and step.
-    """
+    """Passes over the data of stacks of clients, ``batch`` images per client and step."""
 
     def __init__(
         self,
@@ -112,7 +103,7 @@ class Sweeper:
             images = self._show(pixels, groups, message.dims, {}, dtype)
             return self._gradients(sweep, params, buffers, images, batch)
         images = self._show(pixels, groups, message.dims, {}, self.means.product_dtype(dtype))
-        whole = {**params, **buffers, **self._constants(len(pixels), dtype)}
+        whole = {**params, **buffers, **constants(self.frozen, len(pixels), dtype)}
         with self.means.autocast(self.data.device):
             wanted = self.model.features if sweep.reads == "features" else self.model.apply
             return wanted(whole, images).to(dtype)
@@ -134,7 +125,7 @@ class Sweeper:
             )
             for leaf in leaves.values():
                 leaf.requires_grad_()
-            whole = {**leaves, **kept, **self._constants(len(single), images.dtype)}
+            whole = {**leaves, **kept, **constants(self.frozen, len(single), images.dtype)}
             outputs = self.model.apply(whole, single).view(clients, rows, -1)
             total = sweep.objective(outputs, batch).sum()
             # A parameter the outputs do not depend on has gradient zero, not none.
@@ -176,8 +167,3 @@ class Sweeper:
         if self.means.few_shapes:
             return index[step, :width]
         return index[step, :width, : plan.rows(step, width)]
-
-    def _constants(self, width: int, dtype: torch.dtype) -> Tensors:
-        """The frozen tensors of a stack, without a copy."""
-        cast = {n: t.to(dtype) if t.is_floating_point() else t for n, t in self.frozen.items()}
-        return expand(cast, width)

@@ -25,7 +25,7 @@ from fedharmony.engine.gpu.graphs import Program, Recorder, StepInput
 from fedharmony.engine.lanes import Lanes, Trained
 from fedharmony.engine.means import Means
 from fedharmony.engine.optimise import TrainSettings, clip_gradients
-from fedharmony.engine.stacking import OneClient, StackedMessage, expand, narrow, over_clients
+from fedharmony.engine.stacking import OneClient, StackedMessage, constants, narrow, over_clients
 from fedharmony.losses import Batch
 from fedharmony.methods.base import Groups, Method, Sweep
 from fedharmony.models.base import Model, stack
@@ -33,7 +33,7 @@ from fedharmony.types import BUFFERS, PARAMS, Record, Tensors
 
 #: Called with (steps done, steps in all) during local training.
 Tick = Callable[[int, int], None]
-#: Pixels, message, its client axes, draws and a type to images as the model takes them in.
+#: From pixels, message, its client axes, draws and a type to the images that the model reads.
 Show = Callable[[Tensor, Groups, Any, Tensors, torch.dtype], Tensor]
 
 
@@ -48,7 +48,7 @@ class StackState:
         sums: what a sweep has folded of their last epoch, (M, ...) each.
         weights: of labels and positives in the loss, (M, C) each.
         buffers: what the model renews while it trains, (M, ...) each.
-        constants: the frozen tensors.
+        frozen: the frozen tensors.
         fixed: whether tensors must stay where they are.
         programs: recorded steps by width, rows, and whether a sweep is folded in.
     """
@@ -59,12 +59,12 @@ class StackState:
     sums: Tensors
     weights: Tensors
     buffers: Tensors
-    constants: Tensors
+    frozen: Tensors
     fixed: bool = False
     programs: dict[tuple[int, int, bool], Program] = field(default_factory=dict)
 
     def keep(self, group: str, tensors: Tensors, width: int) -> None:
-        """The carry, or the sums, of the first ``width`` clients after a step."""
+        """Write the carry, or the sums, of the first ``width`` clients to their place."""
         held: Tensors = getattr(self, group)
         for name, tensor in tensors.items():
             place = held[name][:width]
@@ -73,18 +73,7 @@ class StackState:
 
 
 class Trainer:
-    """Trains stacks of clients on one device.
-
-    Args:
-        model: what is trained, compiled where ``means`` says so.
-        method: whose client functions are run.
-        settings: of local training.
-        data: what the clients hold.
-        means: how to compute.
-        frozen: the model's frozen tensors.
-        changes: random changes of training images.
-        show: from pixels to the model's input.
-    """
+    """Trains stacks of clients on one device; ``model`` is compiled where ``means`` says so."""
 
     def __init__(
         self,
@@ -107,7 +96,7 @@ class Trainer:
         self._recorder = Recorder() if means.graphs else None
 
     def rows(self, client: int) -> int:
-        """Rows of a batch that a stack needs whose largest client this is."""
+        """Rows of a batch in a stack whose largest client this is."""
         return self.means.rows(self.data.sizes[client], self.settings.batch_size)
 
     def train(
@@ -137,7 +126,7 @@ class Trainer:
         final = data.upload(plan.final_epoch(settings.epochs, lanes.size)) if sweep else None
         for first, last, width, folds in plan.segments(settings.epochs if sweep else None):
             wide = min(lanes.size, means.width(width))
-            if width < min(wide, lowest):  # their lanes are still computed, without effect on them
+            if width < min(wide, lowest):  # these are done, but their lanes are computed further
                 lanes.save(width, min(wide, lowest))
                 lowest = width
             step = self._program(state, wide, index.shape[2], sweep if folds else None)
@@ -170,12 +159,12 @@ class Trainer:
         self._lanes = None
 
     def _index(self, plan: Plan, index: Tensor, step: int, width: int) -> Tensor:
-        """Image indices (width, B) of a step; without padding, where it would have an effect."""
+        """Image indices (width, B) of a step; without padding where images affect each other."""
         rows = plan.rows(step, width) if self.model.backbone.mixes_images else index.shape[2]
         return index[step, :width, :rows]
 
     def _shown(self, steps: Iterable[Tensor]) -> Iterator[tuple[Tensor, Tensor | None]]:
-        """Indices of the steps to come; with pixels, unless the step fetches them itself."""
+        """The indices of each step, with their pixels unless the step fetches them itself."""
         if self.data.resident:
             return ((index, None) for index in steps)
         return self.data.gathered(steps)
@@ -185,7 +174,7 @@ class Trainer:
     def _prepared(
         self, round: int, clients: Sequence[int], messages: Sequence[Record], sweep: Sweep | None
     ) -> StackState:
-        """Lanes that hold the received model, and everything else where steps find it."""
+        """What the steps read and write: lanes with the received model, and all the rest."""
         data, message = self.data, StackedMessage(messages)
         lanes = self._loaded_lanes(round, message, len(clients))
         carry = self.method.carries([data.view(k, round) for k in clients], messages)
@@ -196,9 +185,9 @@ class Trainer:
             params = message.stacked(PARAMS)
             sums = stack([sweep.start(OneClient(params, m)) for m in range(len(clients))])
             sums = {name: tensor.to(data.device) for name, tensor in sums.items()}
+        frozen = constants(self.frozen, lanes.size, lanes.dtype)
         if not (self.means.graphs or self.means.fixed):
-            constants = self._constants(lanes)
-            return StackState(lanes, message, carry, sums, weights, buffers, constants)
+            return StackState(lanes, message, carry, sums, weights, buffers, frozen)
         groups = {"carry": carry, "sums": sums, "weights": weights, "buffers": buffers}
         key = (message.signature, *(_signature(tensors) for tensors in groups.values()))
         state = self._states.get(key)
@@ -210,7 +199,7 @@ class Trainer:
                 _placed(sums, lanes.size),
                 _placed(weights, lanes.size),
                 _placed(buffers, lanes.size),
-                self._constants(lanes),
+                frozen,
                 fixed=True,
             )
         state.message.fill(message, model=self.method.asks_received_model or self.method.pulls)
@@ -232,13 +221,6 @@ class Trainer:
             self._lanes.load(message.stacked(PARAMS))
         self._lanes.rate.fill_(self.settings.rate(round, self.method.task.rounds))
         return self._lanes
-
-    def _constants(self, lanes: Lanes) -> Tensors:
-        """The frozen tensors of a stack, without a copy."""
-        cast = {
-            n: t.to(lanes.dtype) if t.is_floating_point() else t for n, t in self.frozen.items()
-        }
-        return expand(cast, lanes.size)
 
     # -- one step ----------------------------------------------------------------------------------
 
@@ -262,7 +244,7 @@ class Trainer:
         """One batch of each client: forward, backward, the method's pull, the optimiser."""
         method, data, dims = self.method, self.data, state.message.dims
         dtype, groups, carry = state.lanes.dtype, state.message.first(width), state.carry
-        carry, constants = narrow(carry, width), narrow(state.constants, width)
+        carry, frozen = narrow(carry, width), narrow(state.frozen, width)
         received = narrow(state.message.stacked(PARAMS), width)
         buffers = narrow(state.buffers, width)
         batch = data.batch(given.images, narrow(state.weights, width))._replace(draws=given.draws)
@@ -276,9 +258,9 @@ class Trainer:
             if method.asks_received_model:
                 with torch.no_grad():
                     theirs = {**received, **narrow(state.message.stacked(BUFFERS), width)}
-                    opinion = self.model.apply({**theirs, **constants}, images).to(dtype)
+                    opinion = self.model.apply({**theirs, **frozen}, images).to(dtype)
             batch = batch._replace(inputs=inputs(batch, groups, opinion))
-            own = {**leaves, **buffers, **constants}
+            own = {**leaves, **buffers, **frozen}
             outputs = self.in_training.apply(own, images, batch.inputs)
         outputs = outputs.to(dtype)
         if self._loss is not None:

@@ -19,7 +19,7 @@ from fedharmony.engine.cohort import Cohort
 from fedharmony.engine.federation import Event, Federation
 from fedharmony.engine.means import Means
 from fedharmony.engine.memory import ClientMemory
-from fedharmony.engine.room import StackRule, Trial
+from fedharmony.engine.room import RoomTest, StackRule
 from fedharmony.engine.sampling import gathered_rounds
 from fedharmony.errors import ConfigError
 from fedharmony.experiments.binding import Binding, bind
@@ -106,7 +106,7 @@ class Assembly:
             return StackRule(stack if model.backbone.stackable else 1)
         trained, frozen = self.blueprint.parameters
         batch, shape = self.settings.train.batch_size, self.data.train.images.shape
-        return Trial(model, {**trained, **frozen}, self.means, self.device, batch, shape).rule()
+        return RoomTest(model, {**trained, **frozen}, self.means, self.device, batch, shape).rule()
 
 
 def assemble(

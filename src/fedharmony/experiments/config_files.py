@@ -3,7 +3,8 @@
     python -m fedharmony.experiments.config_files
 
 A file lists every setting with its default and the words of its docstring, so that nothing is said
-twice. Run it after a change of a method's ``Config``, ``search`` or docstrings; a test compares.
+twice. Defaults are comments: set, they would override the presets of the method. Run it after a
+change of a method's ``Config``, ``presets``, ``search`` or docstrings; a test compares.
 """
 
 from __future__ import annotations
@@ -37,7 +38,7 @@ def config_file(name: str) -> str:
     <BLANKLINE>
     [methods.fedprox]
     # μ, for the mean task loss; 0 is FedAvg.
-    mu = 0.01
+    # mu = 0.01
     ...
     """
     method = methods[name]
@@ -46,7 +47,8 @@ def config_file(name: str) -> str:
     lines = [*_comment(title), *_comment(f"{paper[0]}." if paper else "")]
     lines += [f"# Use on top of any task:  fedharmony run demo methods/{name}"]
     lines += ["", "[run]", _setting("method", name)]
-    if settings := list(_settings(method.Config)):
+    first = {k: v for k, v in next(iter(method.presets.values())).items() if k != "federation"}
+    if settings := list(_settings(method.Config(**first))):
         lines += ["", f"[methods.{name}]", *settings]
     if method.search:
         lines += ["", f"[tune.{name}]", "# What `fedharmony tune` tries."]
@@ -54,16 +56,18 @@ def config_file(name: str) -> str:
     return "\n".join(lines) + "\n"
 
 
-def _settings(config: type[Method.Config]) -> Iterator[str]:
-    """Each setting behind its description; one without a default value as a comment."""
-    words, types, default = descriptions(config), get_type_hints(config), config()
+def _settings(default: Method.Config) -> Iterator[str]:
+    """Each setting behind its description, as a comment."""
+    config = type(default)
+    words, types = descriptions(config), get_type_hints(config)
     for field in fields(config):
         text, value = words[field.name], getattr(default, field.name)
         options = [f'"{option}"' for option in _options(types[field.name])]
         if not all(option in text for option in options):
             text += f" One of {', '.join(options)}."
         yield from _comment(text)
-        yield f"# {field.name} = (left out)" if value is None else _setting(field.name, value)
+        shown = f"{field.name} = (left out)" if value is None else _setting(field.name, value)
+        yield f"# {shown}"
 
 
 def _options(hint: object) -> tuple[object, ...]:

@@ -18,7 +18,7 @@ import torch
 
 from fedharmony.data.cache import decode_in_order
 from fedharmony.data.features import Features
-from fedharmony.data.loose import find_images
+from fedharmony.data.loose import IMAGE_COLUMNS, find_images
 from fedharmony.data.table import SEPARATOR
 from fedharmony.errors import ConfigError, DataError
 from fedharmony.experiments.trained import TrainedModel
@@ -63,8 +63,8 @@ class ImageStream:
 
     def __init__(self, model: TrainedModel, places: Sequence[Path], column: str = "") -> None:
         self.model, self.resize = model, model.resize
-        own = getattr(model.settings.data.own, "image", "")
-        self.files = find_images(places, column or own)
+        own = getattr(model.settings.data.own, "image", IMAGE_COLUMNS[0])
+        self.files = find_images(places, [column] if column else [own, *IMAGE_COLUMNS])
 
     def __len__(self) -> int:
         """The number of files."""

@@ -28,6 +28,8 @@ from fedharmony.types import Labels
 logger = logging.getLogger(__name__)
 
 FILE = "scores.safetensors"
+#: The entry of its header: a JSON object with ``ids``, ``classes`` and, where there are, ``users``.
+NAMES = "names"
 EXAMPLES = "examples.safetensors"
 #: Side of an example image in pixels; larger ones are made smaller.
 SIDE = 96
@@ -78,9 +80,10 @@ def scores_of(
 def save_scores(folder: Path, scores: Scores, most: int) -> None:
     """Write the scores into a run's folder; of more than ``most`` numbers it only says so."""
     names = {"ids": scores.ids, "users": scores.users, "classes": scores.classes}
-    header = {name: json.dumps(list(of)) for name, of in names.items() if of is not None}
+    # One entry: several would be written in an order that changes from process to process.
+    header = {NAMES: json.dumps({name: of for name, of in names.items() if of is not None})}
     count = scores.scores.size
-    if count > most or sum(map(len, header.values())) > MOST_NAMES:
+    if count > most or len(header[NAMES]) > MOST_NAMES:
         logger.warning(
             "Scores of the test images are not kept: there are %s (images × labels), and "
             "run.scores allows %s. Without them the report shows no example images and no curves.",
@@ -109,10 +112,10 @@ def load_scores(folder: Path) -> Scores:
         )
     tensors, header = _read(file)
     try:
-        names = {name: tuple(json.loads(text)) for name, text in header.items()}
+        names = {name: tuple(of) for name, of in json.loads(header[NAMES]).items()}
         known = tensors["known"].astype(np.bool_) if "known" in tensors else None
         return Scores(tensors["scores"], tensors["labels"], known=known, **names)
-    except (KeyError, ValueError, TypeError) as error:
+    except (KeyError, ValueError, TypeError, AttributeError) as error:
         raise _damaged(file, error) from error
 
 

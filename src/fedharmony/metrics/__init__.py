@@ -9,7 +9,6 @@ from fedharmony.metrics.multilabel import (
     average_precision,
     evaluate,
     evaluate_clients,
-    per_label_average_precision,
     trivial_baselines,
 )
 from fedharmony.metrics.structure import StructureResult, structure_metrics
@@ -26,7 +25,6 @@ __all__ = [
     "best_thresholds",
     "evaluate",
     "evaluate_clients",
-    "per_label_average_precision",
     "structure_metrics",
     "trivial_baselines",
 ]

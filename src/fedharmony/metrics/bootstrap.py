@@ -80,7 +80,7 @@ def evaluate_resamples(
     [0.8333, 1.0]
     """
     options = options or MetricOptions()
-    values, positive, mask = checked_arrays(scores, targets, known, ndim=2, unit_range=True)
+    values, positive, mask = checked_arrays(scores, targets, known)
     chosen = predicted(values, mask, options).astype(np.float64)
     truth = positive.astype(np.float64)
     labels = [

@@ -84,7 +84,6 @@ class MetricOptions:
     topk: int | None = None
 
     def __post_init__(self) -> None:
-        """Refuse values that would silently select another convention."""
         for name, hint in get_type_hints(type(self)).items():
             value = getattr(self, name)
             if get_origin(hint) is Literal and value not in get_args(hint):
@@ -96,8 +95,11 @@ class MetricOptions:
             )
         if self.topk is not None and self.topk < 1:
             raise ConfigError(f"topk must be at least 1 or left out, got {self.topk}.")
-        if self.ap_bins is not None:
-            _check_bins(self.ap_bins)
+        if self.ap_bins is not None and self.ap_bins < 2:
+            raise ConfigError(
+                f"Average precision needs at least 2 bins, got {self.ap_bins}; leave it out for "
+                "exact values."
+            )
 
 
 @dataclass(frozen=True, eq=False)
@@ -161,7 +163,11 @@ class ClientsResult:
 
 
 def average_precision(
-    scores: Array, targets: Array, *, ties: Ties = "grouped", bins: int | None = None
+    scores: npt.ArrayLike,
+    targets: npt.ArrayLike,
+    *,
+    ties: Ties = "grouped",
+    bins: int | None = None,
 ) -> float:
     """Step-wise average precision of one ranked list.
 
@@ -169,14 +175,8 @@ def average_precision(
     ``AP = Σ_n (R_n − R_{n−1}) P_n``, without interpolation. Equivalently the mean, over positives,
     of the precision among all entries that score at least as high.
 
-    Args:
-        scores: ``(N,)`` finite numbers; any scale unless ``bins`` is given.
-        targets: ``(N,)`` zeros and ones.
-        ties: See :attr:`MetricOptions.ap_ties`.
-        bins: See :attr:`MetricOptions.ap_bins`; ties are then always grouped.
-
-    Returns:
-        The average precision, or nan when there is no positive.
+    Scores are finite numbers ``(N,)`` of any scale, but in [0, 1] with ``bins``. Without a positive
+    the result is nan. ``ties`` and ``bins``: see :class:`MetricOptions`; bins always group ties.
 
     >>> average_precision([0.9, 0.8, 0.7], [1, 0, 1])  # (1/1 + 2/3) / 2
     0.8333333333333333
@@ -185,46 +185,18 @@ def average_precision(
     >>> average_precision([0.5, 0.5, 0.5, 0.5], [1, 0, 0, 1], ties="stable")  # (1/1 + 2/4) / 2
     0.75
     """
-    _check_ap_mode(ties, bins)
-    values, positive, _ = checked_arrays(scores, targets, None, ndim=1, unit_range=bins is not None)
-    return _average_precision(values, positive, ties, bins)
-
-
-def per_label_average_precision(
-    scores: Array,
-    targets: Array,
-    *,
-    ties: Ties = "grouped",
-    bins: int | None = None,
-    known: Array | None = None,
-) -> Doubles:
-    """Average precision of every label: :func:`average_precision` of each column.
-
-    Args:
-        scores: ``(N, C)`` finite numbers; any scale unless ``bins`` is given.
-        targets: ``(N, C)`` zeros and ones.
-        ties: See :attr:`MetricOptions.ap_ties`.
-        bins: See :attr:`MetricOptions.ap_bins`.
-        known: ``(N, C)``; entries that are false are left out.
-
-    Returns:
-        ``(C,)``, nan for labels without positives.
-
-    >>> per_label_average_precision([[0.9, 0.1], [0.2, 0.3]], [[0, 0], [1, 0]])
-    array([0.5, nan])
-    """
-    _check_ap_mode(ties, bins)
-    values, positive, mask = checked_arrays(
-        scores, targets, known, ndim=2, unit_range=bins is not None
-    )
-    return _per_label_average_precision(values, positive, mask, ties, bins)
+    values, positive = np.asarray(scores), np.asarray(targets, np.bool_)
+    if not positive.any():
+        return math.nan
+    if bins is not None:
+        return _binned_average_precision(values, positive, bins)
+    if ties == "stable":
+        return _stable_average_precision(values, positive)
+    return _grouped_average_precision(values, positive)
 
 
 def evaluate(
-    scores: Array,
-    targets: Array,
-    options: MetricOptions | None = None,
-    known: Array | None = None,
+    scores: Array, targets: Array, options: MetricOptions | None = None, known: Array | None = None
 ) -> MultiLabelResult:
     """All eight metrics of one test set.
 
@@ -252,7 +224,7 @@ def evaluate(
     ['mAP 100.0', 'O-mAP 100.0', 'CP 75.0', 'CR 100.0', 'CF1 85.7']
     """
     options = options or MetricOptions()
-    values, positive, mask = checked_arrays(scores, targets, known, ndim=2, unit_range=True)
+    values, positive, mask = checked_arrays(scores, targets, known)
     n_images, n_labels = values.shape
     tp, n_predicted = _prediction_counts(values, positive, mask, options)
     n_positive = _count(positive)
@@ -296,12 +268,9 @@ def trivial_baselines(
     With grouped ties the average precision of a constant score is the label's prevalence, so all
     three share one mAP: that of a model which has learnt nothing.
 
-    Args:
-        targets: ``(N, C)`` zeros and ones of the test set.
-        options: Conventions, as for :func:`evaluate`.
-        prevalence: ``(C,)`` training prevalence in [0, 1] for the first baseline; by default that
-            of ``targets`` (an optimistic choice, since a model does not know it).
-        known: ``(N, C)``; entries that are false are left out.
+    ``prevalence`` ``(C,)`` is that of the training images, for the first baseline; by default that
+    of ``targets`` (an optimistic choice, since a model does not know it). The other arguments are
+    those of :func:`evaluate`.
 
     >>> floor = trivial_baselines([[1, 0], [1, 0], [0, 1], [0, 0]])
     >>> [(name, result.map, result.cr) for name, result in floor.items()]
@@ -321,11 +290,7 @@ def trivial_baselines(
             )
     constant = np.broadcast_to(share.astype(np.float32), truth.shape)
     by_prevalence = evaluate(constant, truth, options, known)
-    return {
-        "prevalence": by_prevalence,
-        "all positive": all_positive,
-        "all negative": all_negative,
-    }
+    return {"prevalence": by_prevalence, "all positive": all_positive, "all negative": all_negative}
 
 
 def evaluate_clients(
@@ -340,21 +305,15 @@ def evaluate_clients(
     The two are different quantities. Most labels have no positive in a small client, and the few
     that have compete with a handful of images: with rare labels, the mean of client mAPs is far
     higher than the mAP of the same predictions. Report the pooled number; the mean describes the
-    experience of a single client.
-
-    Args:
-        scores: ``(N, C)`` in [0, 1].
-        targets: ``(N, C)`` zeros and ones.
-        clients: For each client the indices of its images; must not be empty.
-        options: Conventions, as for :func:`evaluate`.
-        known: ``(N, C)``; entries that are false count in no metric.
+    experience of a single client. ``clients`` are the indices of each client's images, at least one
+    each; the other arguments are those of :func:`evaluate`.
 
     >>> scores, targets = [[0.9], [0.8], [0.7], [0.1]], [[1], [0], [1], [0]]
     >>> both = evaluate_clients(scores, targets, [np.array([0, 1]), np.array([2, 3])])
     >>> both.pooled.map, both.mean["mAP"]  # (1/1 + 2/3) / 2, and (1 + 1) / 2
     (0.8333333333333333, 1.0)
     """
-    values, truth, mask = checked_arrays(scores, targets, known, ndim=2, unit_range=True)
+    values, truth, mask = checked_arrays(scores, targets, known)
     empty = [client for client, images in enumerate(clients) if len(images) == 0]
     if empty or not clients:
         what = f"client {empty[0]} has none" if empty else "no client was given"
@@ -394,14 +353,11 @@ class ScoreStore:
         self._known: list[Bools | None] = []
 
     def __len__(self) -> int:
-        """Images stored so far."""
         return sum(len(batch) for batch in self._scores)
 
     def add(self, scores: Array, targets: Array, known: Array | None = None) -> None:
         """Copy one batch of ``(B, C)`` scores and targets; ``known`` as in :func:`evaluate`."""
-        values, positive, mask = checked_arrays(
-            scores, targets, known, ndim=2, unit_range=True, first_row=len(self)
-        )
+        values, positive, mask = checked_arrays(scores, targets, known, first_row=len(self))
         if self._scores and self._scores[0].shape[1] != values.shape[1]:
             raise DataError(
                 f"A batch with {values.shape[1]} labels cannot join a store with "
@@ -430,17 +386,6 @@ class ScoreStore:
 
 
 # ---------------------------------------------------------------------------- average precision
-
-
-def _average_precision(scores: Scores, positive: Bools, ties: Ties, bins: int | None) -> float:
-    """Average precision of one checked list; nan without positives."""
-    if not positive.any():
-        return math.nan
-    if bins is not None:
-        return _binned_average_precision(scores, positive, bins)
-    if ties == "stable":
-        return _stable_average_precision(scores, positive)
-    return _grouped_average_precision(scores, positive)
 
 
 def _grouped_average_precision(scores: Scores, positive: Bools) -> float:
@@ -493,8 +438,8 @@ def _per_label_average_precision(
         known_rows = None if known is None else known[:, labels].T.copy()
         for row, label in enumerate(labels):
             kept = slice(None) if known_rows is None else known_rows[row]
-            result[label] = _average_precision(
-                score_rows[row][kept], positive_rows[row][kept], ties, bins
+            result[label] = average_precision(
+                score_rows[row][kept], positive_rows[row][kept], ties=ties, bins=bins
             )
     return result
 
@@ -506,7 +451,7 @@ def _pooled_average_precision(
         pairs, hits = scores.ravel(), positive.ravel()
     else:
         pairs, hits = scores[known], positive[known]
-    return _average_precision(pairs, hits, options.ap_ties, options.ap_bins)
+    return average_precision(pairs, hits, ties=options.ap_ties, bins=options.ap_bins)
 
 
 def mean_average_precision(ap: Doubles, empty: Literal["skip", "zero", "nan"]) -> Doubles:
@@ -605,25 +550,19 @@ def _harmonic_mean(a: Doubles, b: Doubles) -> Doubles:
 
 
 def checked_arrays(
-    scores: Array,
-    targets: Array,
-    known: Array | None,
-    *,
-    ndim: int,
-    unit_range: bool,
-    first_row: int = 0,
+    scores: Array, targets: Array, known: Array | None, first_row: int = 0
 ) -> tuple[Scores, Bools, Bools | None]:
     """Scores, positives (false where unknown) and the mask, or an error that says what is wrong."""
     values = _as_scores(scores)
     truth = _as_numpy(targets)
-    if values.ndim != ndim or values.shape != truth.shape:
+    if values.ndim != 2 or values.shape != truth.shape:
         raise DataError(
-            f"Scores have shape {values.shape} and targets {truth.shape}; both must be "
-            f"{'(images, labels)' if ndim == 2 else '(images,)'} and equal."
+            f"Scores have shape {values.shape} and targets {truth.shape}; both must be (images, "
+            "labels) and equal."
         )
     if values.size == 0:
         raise DataError(f"There is nothing to evaluate: the scores have shape {values.shape}.")
-    _check_scores(values, unit_range, first_row)
+    _check_scores(values, first_row)
     mask = None if known is None else _as_mask(known, values.shape)
     binary = _is_binary(truth)
     if mask is not None:
@@ -638,7 +577,7 @@ def checked_arrays(
     return values, positive if mask is None else positive & mask, mask
 
 
-def _check_scores(scores: Scores, unit_range: bool, first_row: int) -> None:
+def _check_scores(scores: Scores, first_row: int) -> None:
     finite = np.isfinite(scores)
     if not finite.all():
         raise DataError(
@@ -646,7 +585,7 @@ def _check_scores(scores: Scores, unit_range: bool, first_row: int) -> None:
             f"{_place(~finite, first_row)}. The model has diverged or its input is damaged; lower "
             "the learning rate, or look at that image. Such scores are never replaced by numbers."
         )
-    if unit_range and not (scores.min() >= 0 and scores.max() <= 1):
+    if not (scores.min() >= 0 and scores.max() <= 1):
         outside = (scores < 0) | (scores > 1)
         raise DataError(
             f"Scores must lie in [0, 1]; {int(outside.sum())} of {scores.size} do not, the first "
@@ -655,8 +594,8 @@ def _check_scores(scores: Scores, unit_range: bool, first_row: int) -> None:
 
 
 def _place(bad: Bools, first_row: int) -> str:
-    row, *label = (int(i) for i in np.unravel_index(int(np.argmax(bad)), bad.shape))
-    return f"row {first_row + row}" + "".join(f", label {i}" for i in label)
+    row, label = np.unravel_index(int(np.argmax(bad)), bad.shape)
+    return f"row {first_row + row}, label {label}"
 
 
 def _as_mask(known: Array, shape: tuple[int, ...]) -> Bools:
@@ -688,17 +627,3 @@ def _as_scores(values: Array) -> Scores:
     if array.dtype in (np.float16, np.float32):
         return array.astype(np.float32, copy=False)
     return array.astype(np.float64, copy=False)
-
-
-def _check_ap_mode(ties: str, bins: int | None) -> None:
-    if ties not in get_args(Ties):
-        raise ConfigError(f"{ties!r} is no way to rank ties. {nearest(ties, get_args(Ties))}")
-    if bins is not None:
-        _check_bins(bins)
-
-
-def _check_bins(bins: int) -> None:
-    if bins < 2:
-        raise ConfigError(
-            f"Average precision needs at least 2 bins, got {bins}; leave it out for exact values."
-        )

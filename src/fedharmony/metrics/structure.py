@@ -18,12 +18,7 @@ import numpy.typing as npt
 import torch
 from torch import Tensor
 
-from fedharmony.correlation import (
-    correlation,
-    label_pairs,
-    score_moments,
-    soft_correlation,
-)
+from fedharmony.correlation import correlation, label_pairs, score_moments, soft_correlation
 from fedharmony.metrics.multilabel import Array, Doubles, checked_arrays
 
 # Spreads below this are rounding of the matrices, not differences between labels.
@@ -92,7 +87,7 @@ def structure_metrics(
     >>> timid.n_pairs, timid.hard_rmse, round(timid.soft_rmse, 2), round(timid.soft_pearson, 4)
     (3, 0.0, 0.35, 1.0)
     """
-    values, positive, mask = checked_arrays(scores, targets, known, ndim=2, unit_range=True)
+    values, positive, mask = checked_arrays(scores, targets, known)
     true_matrix, defined = _phi(positive, mask)
     hard_matrix, _ = _phi(values >= threshold, mask)
     doubles = torch.from_numpy(np.array(values, np.float64))

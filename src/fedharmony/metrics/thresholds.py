@@ -24,7 +24,7 @@ def best_thresholds(
     >>> best_thresholds([[0.9], [0.6], [0.4], [0.2]], [[1], [0], [1], [0]], default=0.5)
     array([0.3])
     """
-    values, positive, mask = checked_arrays(scores, targets, known, ndim=2, unit_range=True)
+    values, positive, mask = checked_arrays(scores, targets, known)
     found = np.full(values.shape[1], default)
     for label in np.flatnonzero(positive.any(axis=0)):
         kept = slice(None) if mask is None else mask[:, label]

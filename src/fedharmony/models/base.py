@@ -39,7 +39,11 @@ SHORT_SEQUENCE = 128
 
 @dataclass(frozen=True)
 class InputSpec:
-    """The images a backbone is built for."""
+    """The images a backbone is built for.
+
+    >>> str(InputSpec(3, 32, 24))
+    'images of 32 × 24 pixels'
+    """
 
     kind: ClassVar[str] = "images"
 
@@ -53,17 +57,15 @@ class InputSpec:
         return self.channels, self.height, self.width
 
     def __str__(self) -> str:
-        """In words.
-
-        >>> str(InputSpec(3, 32, 24))
-        'images of 32 × 24 pixels'
-        """
         return f"images of {self.height} × {self.width} pixels"
 
 
 @dataclass(frozen=True)
 class FeatureSpec:
     """The feature vectors a backbone is built for.
+
+    >>> str(FeatureSpec((0.0, 0.0), (1.0, 1.0)))
+    'vectors of 2 features'
 
     Attributes:
         mean: per feature, its mean in the training data.
@@ -88,11 +90,6 @@ class FeatureSpec:
         return (self.width,)
 
     def __str__(self) -> str:
-        """In words.
-
-        >>> str(FeatureSpec((0.0, 0.0), (1.0, 1.0)))
-        'vectors of 2 features'
-        """
         return f"vectors of {self.width} features"
 
 
@@ -298,12 +295,8 @@ class Model:
         """Outputs (M, B, C) of M clients for normalised images (M, B, channels, H, W).
 
         Clients do not influence each other. Nor do rows (unless the backbone ``mixes_images`` in
-        training), so padding rows cannot change a result.
-
-        Args:
-            params: parameters (and buffers) with their client axis.
-            images: floating-point images, normalised with the backbone's ``mean`` and ``std``.
-            inputs: what else the head reads, (M, B, ...) each.
+        training), so padding rows cannot change a result. ``params`` holds buffers and constants,
+        too; ``inputs`` are what else the head reads, (M, B, ...) each.
         """
         backbone, head = self.backbone, self.head
         if head.reads == "features":
@@ -334,20 +327,12 @@ def unstack(tensors: Mapping[str, Tensor], client: int) -> Tensors:
 
 
 def linear(x: Tensor, weight: Tensor, bias: Tensor | None) -> Tensor:
-    """``y_m = x_m W_mᵀ + b_m`` for each client m.
+    """``y_m = x_m W_mᵀ + b_m`` for each client m; (M, ..., in) gives (M, ..., out).
 
     >>> x = torch.ones(2, 3, 4)
     >>> weight, bias = torch.stack([torch.ones(5, 4), torch.zeros(5, 4)]), torch.ones(2, 5)
     >>> linear(x, weight, bias)[:, 0, 0].tolist()
     [5.0, 1.0]
-
-    Args:
-        x: (M, ..., in).
-        weight: (M, out, in).
-        bias: (M, out); none adds nothing.
-
-    Returns:
-        (M, ..., out).
     """
     if _is_shared(weight) and (bias is None or _is_shared(bias)):
         return F.linear(x, _shared(weight), None if bias is None else _shared(bias))
@@ -370,21 +355,12 @@ def adds_bias_apart(weight: Tensor) -> bool:
 
 
 def layer_norm(x: Tensor, weight: Tensor, bias: Tensor, eps: float) -> Tensor:
-    """``γ_m (x_m − mean) / √(var + ε) + β_m`` over the last axis, for each client m.
+    """``γ_m (x_m − mean) / √(var + ε) + β_m`` over the last axis of (M, ..., D), with γ, β (M, D).
 
     >>> x = torch.tensor([[[1.0, 3.0]], [[1.0, 3.0]]])
     >>> weight, bias = torch.tensor([[1.0], [2.0]]).expand(2, 2), torch.tensor([[0.0, 0], [1, 1]])
     >>> layer_norm(x, weight, bias, eps=0.0).tolist()
     [[[-1.0, 1.0]], [[-1.0, 3.0]]]
-
-    Args:
-        x: (M, ..., D).
-        weight: γ, (M, D).
-        bias: β, (M, D).
-        eps: ε.
-
-    Returns:
-        (M, ..., D).
     """
     width = x.shape[-1:]
     if _is_shared(weight) and _is_shared(bias):
@@ -397,9 +373,9 @@ def layer_norm(x: Tensor, weight: Tensor, bias: Tensor, eps: float) -> Tensor:
 
 
 def sums_by_image(x: Tensor) -> bool:
-    """Whether gradients of norms are summed over each image, of known length, and then over images.
+    """Whether a norm's gradient is summed in two steps: within each image, then over images.
 
-    Over all at once, code for any number of images divides by that number wherever it reads.
+    Summed in one step, compiled code for any number of images divides by it at every read.
     """
     return x.device.type != "cpu"
 
@@ -424,9 +400,6 @@ def dropout(x: Tensor, rate: float, seeds: Tensor, place: int) -> Tensor:
             stays is divided by the chance to stay.
         seeds: (M, B) whole numbers in [0, 2³¹).
         place: tells uses of the same seeds apart.
-
-    Returns:
-        as ``x``.
     """
     below = min(round(rate * 2**16), 2**16 - 1)
     if below == 0:
@@ -464,13 +437,7 @@ def attention(query: Tensor, key: Tensor, value: Tensor) -> Tensor:
     >>> attention(query, key, value).flatten().tolist()
     [2.0, 2.0]
 
-    Args:
-        query: (images, heads, queries, d).
-        key: (images, heads, keys, d).
-        value: (images, heads, keys, v).
-
-    Returns:
-        (images, heads, queries, v).
+    Shapes: (images, heads, queries or keys, width of a head).
     """
     if query.device.type != "cpu" or key.shape[-2] > SHORT_SEQUENCE:
         return F.scaled_dot_product_attention(query, key, value)

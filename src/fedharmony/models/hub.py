@@ -34,11 +34,7 @@ class Weights:
 
 
 def locate(weights: str) -> Weights:
-    """The file behind a path or a model's name.
-
-    Raises:
-        ConfigError: there is no such file, or the model is not in the cache and cannot be fetched.
-    """
+    """The file behind a path or a model's name, which is fetched if it is not in the cache."""
     path = Path(weights).expanduser()
     if path.suffix in FILE_SUFFIXES or path.exists():
         return Weights(path, *_normalisation(path.parent / "config.json"))

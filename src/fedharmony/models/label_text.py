@@ -37,11 +37,7 @@ Encoder = Callable[[Sequence[str]], Tensor]
 
 
 def load_label_text(path: str | Path, labels: Sequence[str], width: int) -> tuple[Tensor, Tensor]:
-    """Label table (C, width) and state table (3, width): unknown (zero), negative, positive.
-
-    Raises:
-        DataError: the file is missing, damaged, of another width, or for other labels.
-    """
+    """Label table (C, width) and state table (3, width): unknown (zero), negative, positive."""
     make = "Make one with 'python -m fedharmony.models.label_text' (see its --help)."
     try:
         with safe_open(path, framework="pt") as file:
@@ -85,10 +81,7 @@ def write_label_text(path: str | Path, labels: Mapping[str, str], encode: Encode
     >>> load_label_text(path, ["cat"], 4)[0].tolist()
     [[1.0, 0.0, 0.0, 0.0]]
 
-    Args:
-        path: file to write.
-        labels: for each label name, in the order of the data, what stands for it in the sentence.
-        encode: sentences to vectors.
+    ``labels`` gives, for each name in the order of the data, what stands for it in the sentence.
     """
     sentences = [SENTENCE.format(text) for text in labels.values()]
     vectors = F.normalize(encode([*sentences, *WORDS]).float(), dim=-1)
@@ -107,13 +100,7 @@ def shortened(sentence: str, tokens: Callable[[str], int], limit: int) -> str:
     >>> shortened("The photo contains dog, cat, bird.", len, 30)
     'The photo contains dog, cat.'
 
-    Args:
-        sentence: may contain names separated by commas.
-        tokens: how many tokens a text has.
-        limit: how many it may have.
-
-    Raises:
-        DataError: it does not fit even with a single name.
+    ``tokens`` says how many tokens a text has, ``limit`` how many it may have.
     """
     text = sentence
     while tokens(text) > limit:

@@ -66,7 +66,6 @@ class LabelTransformer(Head):
     frozen = frozenset({"head.labels", "head.states"})
 
     def __post_init__(self) -> None:
-        """Refuse a width that the heads do not divide."""
         if self.embedding % self.heads:
             raise ConfigError(
                 f"A label transformer of width {self.embedding} cannot have {self.heads} heads, "

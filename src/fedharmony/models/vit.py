@@ -202,7 +202,7 @@ class ViT(Backbone):
 
     def elements(self) -> int:
         """Tokens × width × blocks."""
-        return (1 + self.grid[0] * self.grid[1]) * self.width * self.config.depth
+        return (1 + self.patches) * self.width * self.config.depth
 
 
 # -- The pieces of a transformer -------------------------------------------------------------------
@@ -241,7 +241,7 @@ def last_block(own: Mapping[str, Tensor], stream: Stream, heads: int) -> Tensor:
 
 
 def _normed(own: Mapping[str, Tensor], x: Tensor) -> Stream:
-    """The tokens, and as the next piece reads them: in the precision of its products."""
+    """The tokens, and their norm in the precision in which the next piece takes products."""
     y, kind = _norm(own, "next", x), x.device.type
     return x, y.to(torch.get_autocast_dtype(kind)) if torch.is_autocast_enabled(kind) else y
 

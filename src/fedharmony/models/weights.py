@@ -18,7 +18,7 @@ import torch.nn.functional as F
 from safetensors.torch import load_file
 from torch import Tensor
 
-from fedharmony.errors import ConfigError
+from fedharmony.errors import ConfigError, some
 from fedharmony.types import Tensors
 
 
@@ -64,12 +64,8 @@ def resize_positions(positions: Tensor, grid: tuple[int, int]) -> Tensor:
     >>> resize_positions(torch.zeros(1, 1 + 14 * 14, 8), (9, 12)).shape
     torch.Size([1, 109, 8])
 
-    Args:
-        positions: (1, 1 + patches, D).
-        grid: rows and columns wanted.
-
-    Returns:
-        (1, 1 + rows · columns, D); ``positions`` itself where its grid cannot be told.
+    (1, 1 + patches, D) gives (1, 1 + rows · columns, D); where the grid of ``positions`` cannot be
+    told, they stay as they are.
     """
     patches = positions.shape[1] - 1
     side = math.isqrt(patches)
@@ -167,15 +163,8 @@ def compare_shapes(
         ],
     }
     if any(differences.values()):
-        listed = "; ".join(
-            f"{kind}: {_some(names)}" for kind, names in differences.items() if names
-        )
+        listed = "; ".join(f"{kind}: {some(names)}" for kind, names in differences.items() if names)
         raise ConfigError(
             f"Weights file {path} holds the weights of another architecture. {listed}. Choose the "
             "model that the file was made for (width, depth, patch), or another file."
         )
-
-
-def _some(names: list[str], limit: int = 4) -> str:
-    more = f" and {len(names) - limit} more" if len(names) > limit else ""
-    return ", ".join(names[:limit]) + more

@@ -19,17 +19,8 @@ def client_known(
     """Which labels are known when each client annotates only a share of the classes.
 
     Every client draws max(1, ⌊share · C + ½⌋) classes without replacement and annotates these on
-    all of its images, and no others.
-
-    Args:
-        labels: Y, uint8 ``(N, C)``.
-        partition: Who owns which image.
-        share: Of the C classes, in (0, 1].
-        seed: Seed of the draws.
-
-    Returns:
-        bool ``(N, C)``, True where the owner of the image annotates the class. Nothing is known
-        about images without an owner.
+    all of its images, and no others. The result, bool ``(N, C)``, is True where the owner of the
+    image annotates the class; nothing is known about images without an owner.
 
     >>> labels = np.zeros((4, 3), np.uint8)
     >>> two = Partition((np.array([0, 1]), np.array([2])), images=4)
@@ -41,11 +32,7 @@ def client_known(
             f"Clients cannot annotate a share of {share:g} of the classes. Give a number above 0 "
             "and up to 1."
         )
-    if partition.images != len(labels):
-        raise PartitionError(
-            f"The partition divides {partition.images} images, but there are labels for "
-            f"{len(labels)}. Use the labels it was drawn from."
-        )
+    partition.refuse_other(labels)
     classes = labels.shape[1]
     count = max(1, math.floor(share * classes + 0.5))
     rng = numpy_rng(seed, "split/annotation")

@@ -14,7 +14,7 @@ from collections.abc import Iterable, Mapping
 from dataclasses import asdict, dataclass, field
 from functools import cached_property
 from pathlib import Path
-from typing import Any, ClassVar, final
+from typing import Any, ClassVar, TypeAlias, final
 
 import numpy as np
 import numpy.typing as npt
@@ -25,6 +25,9 @@ from fedharmony.registry import Registry
 from fedharmony.types import Index, Labels
 
 splitters: Registry[type[Splitter]] = Registry("splitter", "fedharmony.partition")
+
+#: The natural owner of every image, ``(N,)``, where the data have owners.
+Owners: TypeAlias = npt.NDArray[Any] | None
 
 FORMAT = "fedharmony-partition-1"
 #: K where neither the settings nor the data say how many clients there are.
@@ -56,7 +59,6 @@ class Partition:
     transforms: tuple[str, ...] | None = None
 
     def __post_init__(self) -> None:
-        """Refuse what is not a division of the images."""
         if problem := _fault(self.indices, self.images):
             raise PartitionError(f"This is not a division of {self.images} images: {problem}.")
         if self.transforms is not None and len(self.transforms) != len(self.indices):
@@ -69,6 +71,14 @@ class Partition:
     def sizes(self) -> Index:
         """n_k, the number of images of every client: int64 ``(K,)``."""
         return np.array([len(index) for index in self.indices], np.int64)
+
+    def refuse_other(self, labels: Labels) -> None:
+        """Refuse labels of other images than those that are divided."""
+        if self.images != len(labels):
+            raise PartitionError(
+                f"The partition divides {self.images} images, but there are labels for "
+                f"{len(labels)}. Use the labels it was drawn from."
+            )
 
     @cached_property
     def sha256(self) -> str:
@@ -112,12 +122,7 @@ class Partition:
     def load(cls, path: str | Path, images: int | None = None) -> Partition:
         """Read a file written by :meth:`save`, and verify it.
 
-        Args:
-            path: The file.
-            images: N of the data set it is to be used with; None accepts the file's own.
-
-        Raises:
-            PartitionError: The file is missing, damaged, was changed, or belongs to other data.
+        ``images`` is N of the data set it is to be used with; None accepts the file's own.
         """
         path = Path(path)
         try:
@@ -216,40 +221,31 @@ class Splitter(ABC):
         self.config = type(self).Config() if config is None else config
 
     @abstractmethod
-    def split(
-        self, labels: Labels, clients: int, seed: int, users: npt.NDArray[Any] | None = None
-    ) -> list[Index]:
+    def split(self, labels: Labels, clients: int, seed: int, users: Owners = None) -> list[Index]:
         """Divide N images among K clients.
 
         Args:
             labels: Y, uint8 ``(N, C)``.
             clients: K, with 1 <= K <= N.
             seed: All draws derive from it.
-            users: ``(N,)``, the natural owner of every image, where the data have owners.
+            users: The natural owners.
 
         Returns:
             K sorted, disjoint, non-empty int64 arrays that hold every image once; some images may
             be missing where ``covers`` is False.
         """
 
-    def default_clients(self, users: npt.NDArray[Any] | None) -> int:
+    def default_clients(self, users: Owners) -> int:
         """K when the caller names none; ``users`` as in :meth:`split`."""
         return DEFAULT_CLIENTS
 
     @final
     def partition(
-        self,
-        labels: Labels,
-        clients: int | None,
-        seed: int,
-        users: npt.NDArray[Any] | None = None,
+        self, labels: Labels, clients: int | None, seed: int, users: Owners = None
     ) -> Partition:
         """Divide the images, and check the result; arguments as in :meth:`split`.
 
         Without a number of ``clients`` there are :meth:`default_clients`.
-
-        Raises:
-            PartitionError: The request cannot be met.
         """
         images = len(labels)
         if clients is None:

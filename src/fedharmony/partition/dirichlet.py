@@ -21,14 +21,14 @@ import heapq
 import math
 from abc import abstractmethod
 from dataclasses import dataclass
-from typing import Annotated, Any, Literal
+from typing import Annotated, Literal
 
 import numpy as np
 import numpy.typing as npt
 from annotated_types import Ge, Le
 
 from fedharmony.errors import PartitionError
-from fedharmony.partition.base import Splitter, by_owner, splitters
+from fedharmony.partition.base import Owners, Splitter, by_owner, splitters
 from fedharmony.rng import numpy_rng
 from fedharmony.types import Index, Labels
 
@@ -66,15 +66,10 @@ class ClasswiseDirichlet(Splitter):
     def classes(self, labels: Labels, seed: int, rng: np.random.Generator) -> Index:
         """The class of every image, int64 ``(N,)``, from 0; classes may be empty.
 
-        Args:
-            labels: Y, uint8 ``(N, C)``.
-            seed: For libraries that take a seed.
-            rng: The generator of the split, for other draws.
+        Draws come from ``rng``, the split's generator; libraries that want a seed get ``seed``.
         """
 
-    def split(
-        self, labels: Labels, clients: int, seed: int, users: npt.NDArray[Any] | None = None
-    ) -> list[Index]:
+    def split(self, labels: Labels, clients: int, seed: int, users: Owners = None) -> list[Index]:
         """See :meth:`Splitter.split`."""
         config, images = self.config, len(labels)
         min_size = smallest_client(images, clients, config.min_size)

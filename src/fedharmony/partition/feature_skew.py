@@ -20,11 +20,8 @@ from fedharmony.rng import numpy_rng
 def feature_skew(partition: Partition, transforms: Sequence[str], seed: int) -> Partition:
     """Give the clients, in random order, one of ``transforms`` each in turn.
 
-    Args:
-        partition: Who owns which image.
-        transforms: Names from :data:`~fedharmony.data.transforms.TRANSFORMS`. Each goes to the same
-            number of clients, give or take one; a name given twice goes to twice as many.
-        seed: Seed of the order.
+    Each name goes to the same number of clients, give or take one; a name given twice goes to twice
+    as many.
 
     >>> six = Partition(tuple(np.arange(6)[:, None]), images=6)
     >>> feature_skew(six, ("none", "grey"), seed=1).transforms

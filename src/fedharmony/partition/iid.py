@@ -2,12 +2,9 @@
 
 from __future__ import annotations
 
-from typing import Any
-
 import numpy as np
-import numpy.typing as npt
 
-from fedharmony.partition.base import Splitter, splitters
+from fedharmony.partition.base import Owners, Splitter, splitters
 from fedharmony.rng import numpy_rng
 from fedharmony.types import Index, Labels
 
@@ -21,9 +18,7 @@ class Iid(Splitter):
     [3, 2, 2]
     """
 
-    def split(
-        self, labels: Labels, clients: int, seed: int, users: npt.NDArray[Any] | None = None
-    ) -> list[Index]:
+    def split(self, labels: Labels, clients: int, seed: int, users: Owners = None) -> list[Index]:
         """See :meth:`Splitter.split`."""
         order = numpy_rng(seed, "split/iid").permutation(len(labels))
         return [np.sort(part) for part in np.array_split(order, clients)]

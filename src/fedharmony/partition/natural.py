@@ -3,14 +3,13 @@
 from __future__ import annotations
 
 from dataclasses import dataclass
-from typing import Annotated, Any, ClassVar
+from typing import Annotated, ClassVar
 
 import numpy as np
-import numpy.typing as npt
 from annotated_types import Ge
 
 from fedharmony.errors import PartitionError
-from fedharmony.partition.base import Splitter, by_owner, splitters
+from fedharmony.partition.base import Owners, Splitter, by_owner, splitters
 from fedharmony.rng import numpy_rng
 from fedharmony.types import Index, Labels
 
@@ -45,13 +44,11 @@ class Natural(Splitter):
 
     config: Config
 
-    def default_clients(self, users: npt.NDArray[Any] | None) -> int:
+    def default_clients(self, users: Owners) -> int:
         """All users with enough images."""
         return len(self._eligible(_by_user(users)))
 
-    def split(
-        self, labels: Labels, clients: int, seed: int, users: npt.NDArray[Any] | None = None
-    ) -> list[Index]:
+    def split(self, labels: Labels, clients: int, seed: int, users: Owners = None) -> list[Index]:
         """See :meth:`Splitter.split`; the choice of a user's images does not depend on others."""
         images_of = _by_user(users)
         eligible = self._eligible(images_of)
@@ -64,7 +61,9 @@ class Natural(Splitter):
             )
         chosen = numpy_rng(seed, "split/natural/users").choice(eligible, clients, replace=False)
         priority = numpy_rng(seed, "split/natural/images").random(len(labels))
-        return [self._limited(images_of[user], priority) for user in np.sort(chosen)]
+        most = self.config.max_images
+        own = (images_of[user] for user in np.sort(chosen))
+        return [np.sort(images[np.argsort(priority[images])[:most]]) for images in own]
 
     def _eligible(self, images_of: list[Index]) -> Index:
         """The users with enough images, by their number."""
@@ -77,14 +76,8 @@ class Natural(Splitter):
             )
         return eligible
 
-    def _limited(self, images: Index, priority: npt.NDArray[np.float64]) -> Index:
-        """At most ``max_images`` of a user's images: those of lowest priority number."""
-        if len(images) <= self.config.max_images:
-            return images
-        return np.sort(images[np.argsort(priority[images])[: self.config.max_images]])
 
-
-def _by_user(users: npt.NDArray[Any] | None) -> list[Index]:
+def _by_user(users: Owners) -> list[Index]:
     """The sorted images of every user, users in the order of their names."""
     if users is None:
         raise PartitionError(

@@ -19,13 +19,13 @@ from __future__ import annotations
 
 import math
 from dataclasses import dataclass
-from typing import Annotated, Any, TypeAlias
+from typing import Annotated, TypeAlias
 
 import numpy as np
 import numpy.typing as npt
 from annotated_types import Ge, Le
 
-from fedharmony.partition.base import Splitter, by_owner, splitters
+from fedharmony.partition.base import Owners, Splitter, by_owner, splitters
 from fedharmony.partition.dirichlet import smallest_client
 from fedharmony.partition.quantity import dirichlet_sizes, lifted
 from fedharmony.rng import numpy_rng
@@ -67,9 +67,7 @@ class PriorDirichlet(Splitter):
 
     config: Config
 
-    def split(
-        self, labels: Labels, clients: int, seed: int, users: npt.NDArray[Any] | None = None
-    ) -> list[Index]:
+    def split(self, labels: Labels, clients: int, seed: int, users: Owners = None) -> list[Index]:
         """See :meth:`Splitter.split`."""
         rng = numpy_rng(seed, "split/prior_dirichlet")
         sizes = self._sizes(len(labels), clients, rng)
@@ -89,13 +87,8 @@ def log_priors(positives: Index, clients: int, gamma: float, rng: np.random.Gene
     """The logarithms ``(K, C)`` of label priors π_k ~ Dir(γ·C·p̄).
 
     Drawn as log Gamma(a) = log Gamma(a + 1) − E / a with E ~ Exp(1), because π underflows for small
-    a = γ·C·p̄_c. A label without positives, which no image asks for, has 0.
-
-    Args:
-        positives: int64 ``(C,)``, the images n_c with each label.
-        clients: K.
-        gamma: Concentration γ.
-        rng: Generator of the draws.
+    a = γ·C·p̄_c. ``positives`` are the images n_c with each label; a label without any, which no
+    image asks for, has 0.
 
     >>> priors = log_priors(np.array([3, 1, 0]), 2, 1e6, np.random.default_rng(0))
     >>> np.exp(priors).round(2).tolist()   # large γ: p̄ for everyone
@@ -114,11 +107,7 @@ def log_priors(positives: Index, clients: int, gamma: float, rng: np.random.Gene
 def assign(labels: Labels, priors: Float64, sizes: Index, rng: np.random.Generator) -> Index:
     """The owner ``(N,)`` of every image; client k ends with ``sizes[k]`` images.
 
-    Args:
-        labels: Y, uint8 ``(N, C)``.
-        priors: log π, ``(K, C)``.
-        sizes: int64 ``(K,)``, sum N.
-        rng: Generator of the order and the draws.
+    ``priors`` are log π, ``(K, C)``; the sizes sum to N.
 
     >>> labels = np.array([[1, 0], [0, 1], [1, 0]], np.uint8)
     >>> assign(labels, np.log([[1 - 1e-9, 1e-9], [1e-9, 1 - 1e-9]]), np.array([2, 1]),

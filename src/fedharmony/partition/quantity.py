@@ -10,13 +10,12 @@ from __future__ import annotations
 
 import heapq
 from dataclasses import dataclass
-from typing import Annotated, Any
+from typing import Annotated
 
 import numpy as np
-import numpy.typing as npt
 from annotated_types import Ge, Le
 
-from fedharmony.partition.base import Splitter, splitters
+from fedharmony.partition.base import Owners, Splitter, splitters
 from fedharmony.partition.dirichlet import cumulative_dirichlet, smallest_client, too_small
 from fedharmony.rng import numpy_rng
 from fedharmony.types import Index, Labels
@@ -53,9 +52,7 @@ class QuantityDirichlet(Splitter):
 
     config: Config
 
-    def split(
-        self, labels: Labels, clients: int, seed: int, users: npt.NDArray[Any] | None = None
-    ) -> list[Index]:
+    def split(self, labels: Labels, clients: int, seed: int, users: Owners = None) -> list[Index]:
         """See :meth:`Splitter.split`."""
         config, images = self.config, len(labels)
         min_size = smallest_client(images, clients, config.min_size)

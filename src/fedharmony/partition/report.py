@@ -19,7 +19,6 @@ import numpy as np
 import numpy.typing as npt
 
 from fedharmony.correlation import label_correlation
-from fedharmony.errors import PartitionError
 from fedharmony.partition.base import Partition
 from fedharmony.rng import numpy_rng
 from fedharmony.types import Index, Labels
@@ -78,23 +77,14 @@ class SplitReport:
 
 
 def split_report(labels: Labels, partition: Partition, seed: int) -> SplitReport:
-    """Measure a split.
-
-    Args:
-        labels: Y, uint8 ``(N, C)``, the labels that were divided.
-        partition: Who owns which image.
-        seed: Seed of the IID split that gives the noise floor.
+    """Measure a split of ``labels``; ``seed`` is that of the IID split that gives the noise floor.
 
     >>> labels = np.array([[1, 0], [1, 0], [0, 1], [0, 1]], np.uint8)
     >>> report = split_report(labels, Partition((np.array([0, 1]), np.array([2, 3])), 4), seed=0)
     >>> report.labels_seen_mean, report.absent_pairs, round(report.jensen_shannon, 4)
     (1.0, 2, 0.2158)
     """
-    if partition.images != len(labels):
-        raise PartitionError(
-            f"The partition divides {partition.images} images, but there are labels for "
-            f"{len(labels)}. Use the labels it was drawn from."
-        )
+    partition.refuse_other(labels)
     sizes, classes = partition.sizes, labels.shape[1]
     seen = np.concatenate([(p > 0).sum(1) for p in client_positives(labels, partition.indices)])
     held = np.sort(np.concatenate(partition.indices))
@@ -138,10 +128,6 @@ def paired_labels(labels: Labels) -> Index:
 def client_positives(labels: Labels, indices: Sequence[Index]) -> Iterator[Index]:
     """Positive images per client and class, int64 (some clients, C), part by part in client order.
 
-    Args:
-        labels: Y, uint8 ``(N, C)``.
-        indices: Per client the indices of its images, at least one.
-
     >>> labels = np.array([[1, 0], [1, 1], [0, 1]], np.uint8)
     >>> np.concatenate(list(client_positives(labels, [np.array([0, 1]), np.array([2])]))).tolist()
     [[2, 1], [0, 1]]
@@ -159,12 +145,9 @@ def client_positives(labels: Labels, indices: Sequence[Index]) -> Iterator[Index
 def label_shares(labels: Labels, partition: Partition, most: int = 400) -> Float64:
     """Share of a client's images that carry each label, for at most ``most`` groups of clients.
 
-    Clients stand in order of their number of images, the largest first. Of more than ``most``
-    clients neighbours form groups of (nearly) equal number, and the mean of their shares is given:
-    as much as a picture can show.
-
-    Returns:
-        float64 ``(min(K, most), C)``.
+    Clients stand in order of their number of images, the largest first. More than ``most`` clients
+    are grouped with their neighbours, in groups of (nearly) equal number, and each group gets the
+    mean of its shares: float64 ``(min(K, most), C)``, as much as a picture can show.
 
     >>> labels = np.array([[1, 0], [1, 1], [0, 1]], np.uint8)
     >>> two = Partition((np.array([2]), np.array([0, 1])), 3)
@@ -189,10 +172,6 @@ def jensen_shannon(labels: Labels, indices: Sequence[Index]) -> float | None:
     classes), Q that of all clients together, M = (P + Q) / 2:
     JS = ½ Σ P ln(P / M) + ½ Σ Q ln(Q / M). Clients without any label have no distribution and are
     left out.
-
-    Args:
-        labels: Y, uint8 ``(N, C)``.
-        indices: Per client the indices of its images.
 
     >>> labels = np.array([[1, 0], [0, 1]], np.uint8)
     >>> clients = [np.array([0]), np.array([1])]
@@ -232,11 +211,7 @@ def correlation_drift(
     labels vary; elsewhere φ_k is undefined. (With 0 in its place a client of one label, with
     nothing but zeros, would seem closer to the global φ than the noise of an IID client.) Clients
     count when n_k >= 20 and at least one pair is defined; None when there are no such clients.
-
-    Args:
-        labels: Y, uint8 ``(N, C)``.
-        indices: Per client the indices of its images.
-        overall: φ of all these images ``(C, C)``, where it is known already.
+    ``overall`` is φ of all these images ``(C, C)``, where it is known already.
     """
     if overall is None:
         overall = _overall(labels, np.concatenate(indices))

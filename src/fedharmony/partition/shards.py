@@ -10,14 +10,13 @@ from __future__ import annotations
 
 import heapq
 from dataclasses import dataclass
-from typing import Annotated, Any
+from typing import Annotated
 
 import numpy as np
-import numpy.typing as npt
 from annotated_types import Ge
 
 from fedharmony.errors import PartitionError
-from fedharmony.partition.base import Splitter, by_owner, splitters
+from fedharmony.partition.base import Owners, Splitter, by_owner, splitters
 from fedharmony.partition.dirichlet import Pivot, members_of, pivot_labels
 from fedharmony.rng import numpy_rng
 from fedharmony.types import Index, Labels
@@ -51,9 +50,7 @@ class Shards(Splitter):
 
     config: Config
 
-    def split(
-        self, labels: Labels, clients: int, seed: int, users: npt.NDArray[Any] | None = None
-    ) -> list[Index]:
+    def split(self, labels: Labels, clients: int, seed: int, users: Owners = None) -> list[Index]:
         """See :meth:`Splitter.split`."""
         rng = numpy_rng(seed, "split/shards")
         members = members_of(pivot_labels(labels, self.config.pivot, rng))
@@ -96,12 +93,8 @@ def shards_per_label(sizes: list[int], clients: int, owned: int) -> Index:
 
     One shard for each label; the others, up to K · s in all, one by one to the label whose shards
     are the largest. A label has at most K shards, one per client, and every shard an image. There
-    are at least K shards, so every client gets one.
-
-    Args:
-        sizes: Images of every label, at least one each and K in all.
-        clients: K.
-        owned: Labels per client s, with K · s >= the number of labels.
+    are at least K shards, so every client gets one. ``sizes`` are the images of every label, at
+    least one each and K in all; ``owned`` is s, with K · s >= the number of labels.
 
     >>> shards_per_label([60, 30, 2], clients=5, owned=2).tolist()   # of 12, 7 or 8, and 2 images
     [5, 4, 1]

@@ -61,6 +61,7 @@ def curve(
     reference: tuple[str, float] | None = None,
     zoom: bool = False,
     note: str = "",
+    values: tuple[str, Sequence[str]] | None = None,
 ) -> Picture:
     """A quantity over the rounds: a line per method, a band of ± one deviation over seeds.
 
@@ -74,6 +75,7 @@ def curve(
         zoom: Fit the vertical axis to the last three quarters of the rounds, so that methods that
             end close together can be told apart; what lies outside is cut off.
         note: Text beneath the figure.
+        values: Instead of rounds: what the horizontal axis shows, and the names of 1, 2, ….
     """
     scale = 100.0 if percent else 1.0
     drawn = [(s.style, s.points(scale)) for s in series if any(s.curves)]
@@ -110,7 +112,10 @@ def curve(
     drawing = Drawing(height)
     edge: dict[str, Any] = {"size": svg.FONT - 1, "colour": svg.MUTED, "anchor": "end"}
     y_axis(drawing, up, left, right, ticks)
-    round_axis(drawing, across, bottom)
+    if values is None:
+        round_axis(drawing, across, bottom)
+    else:
+        x_axis(drawing, across, bottom, range(1, rounds + 1), values[0], values[1])
     if reference is not None and line is not None:
         drawing.line([(left, up(line)), (right, up(line))], svg.MUTED, 1, "1.5,2")
         text = f"{reference[0]} {line:.1f}"
@@ -134,7 +139,8 @@ def curve(
     if last:
         final, mean, _ = drawn[0][1][-1]
         drawing.text(across(final) + 7, up(mean), last)
-    return Picture(title, drawing.svg(f"{title} over rounds"), note)
+    over = "rounds" if values is None else values[0]
+    return Picture(title, drawing.svg(f"{title} over {over}"), note)
 
 
 def zoom_start(rounds: int) -> int:
@@ -174,14 +180,18 @@ def x_axis(
     y: float,
     ticks: Sequence[float],
     title: str = "",
+    names: Sequence[str] | None = None,
     grid_from: float | None = None,
 ) -> None:
-    """The ground of a figure with ticks, or with lines that begin at the height ``grid_from``."""
-    for tick in ticks:
+    """The ground of a figure with ticks, or with lines that begin at the height ``grid_from``.
+
+    Ticks are numbers, or have ``names``.
+    """
+    for tick, name in zip(ticks, names or map(svg.plain, ticks), strict=True):
         x = across(tick)
         ends, colour = ((y, y + 3), svg.MUTED) if grid_from is None else ((grid_from, y), svg.GRID)
         drawing.line([(x, end) for end in ends], colour, 0.8)
-        drawing.text(x, y + 12, svg.plain(tick), colour=svg.MUTED, anchor="middle")
+        drawing.text(x, y + 12, name, colour=svg.MUTED, anchor="middle")
     drawing.line([(across.start, y), (across.end, y)], svg.MUTED, 0.8)
     if title:
         middle = (across.start + across.end) / 2
@@ -225,6 +235,7 @@ def dots(
     least: float = 1.0,
     line_at: float | None = None,
     spacing: float = 15,
+    whole: bool = False,
     note: str = "",
 ) -> Picture:
     """Named rows with dots on one axis; what lies far outside is shown at the edge, in figures.
@@ -236,6 +247,7 @@ def dots(
         least: The shortest axis, in the unit of the values.
         line_at: Where an upright line stands.
         spacing: Pixels from row to row.
+        whole: Whether only whole numbers are written along the axis.
         note: Text beneath the figure.
     """
     fitted = [row for row in rows if row.fits] or rows
@@ -249,7 +261,7 @@ def dots(
     room = pad * (high - low)
     across = Scale(low - room, high + room, left, svg.WIDTH - 14)
     drawing = Drawing(bottom + 22)
-    x_axis(drawing, across, bottom, across.ticks(5), grid_from=6)
+    x_axis(drawing, across, bottom, across.ticks(5, whole), grid_from=6)
     if line_at is not None:
         drawing.line([(across(line_at), 6), (across(line_at), bottom)], svg.MUTED)
     for i, (row, name) in enumerate(zip(rows, names, strict=True)):

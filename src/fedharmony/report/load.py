@@ -417,7 +417,7 @@ def _damaged(path: Path, error: Exception, otherwise: str) -> CheckpointError:
     )
 
 
-def _read_json(path: Path, shape: TypeAdapter[Any] | None = None) -> dict[str, Any]:
+def read_json(path: Path, shape: TypeAdapter[Any] | None = None) -> dict[str, Any]:
     """The JSON object in a file; empty if there is no such file."""
     if not is_file(path):
         return {}
@@ -484,8 +484,8 @@ def load_run(folder: str | Path) -> RunView:
             finish = event
         elif isinstance(index, int) and kind in ("round", "evaluate"):
             (rounds if kind == "round" else evaluations)[index] = event
-    results = _read_json(folder / "results.json", RESULTS)
-    bound = _read_json(folder / "binding.json")
+    results = read_json(folder / "results.json", RESULTS)
+    bound = read_json(folder / "binding.json")
     claimed = results.get("bound")
     if bound and isinstance(claimed, dict) and (parts := _differing(bound, claimed)):
         raise CheckpointError(
@@ -496,8 +496,8 @@ def load_run(folder: str | Path) -> RunView:
     return RunView(
         folder=folder,
         config=_read_config(folder / "config.toml"),
-        environment=_read_json(folder / "environment.json"),
-        split=_read_json(folder / "split_report.json"),
+        environment=read_json(folder / "environment.json"),
+        split=read_json(folder / "split_report.json"),
         start=start,
         rounds=tuple(rounds[i] for i in sorted(rounds)),
         evaluations=tuple(evaluations[i] for i in sorted(evaluations)),
@@ -560,7 +560,7 @@ class _Found:
 
 
 def _read_folder(folder: Path) -> _Found:
-    plan = _read_json(folder / COMPARISON_FILE, COMPARISON)
+    plan = read_json(folder / COMPARISON_FILE, COMPARISON)
     if not plan:
         run = load_run(folder)
         return _Found(folder, [(run.label, run)])

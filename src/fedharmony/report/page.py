@@ -76,7 +76,8 @@ def write_report(
     return path
 
 
-def _render(runs: Runs) -> str:
+def render(values: Mapping[str, Any]) -> str:
+    """The page's template, filled."""
     environment = Environment(
         loader=PackageLoader("fedharmony.report", ""),
         autoescape=True,
@@ -84,32 +85,37 @@ def _render(runs: Runs) -> str:
         trim_blocks=True,
         lstrip_blocks=True,
     )
+    page = environment.get_template("page.html.j2").render(values)
+    return page if page.endswith("\n") else page + "\n"
+
+
+def _render(runs: Runs) -> str:
     table = table_of(runs)
     options: Mapping[str, Any] = next(
         (o for r in runs.runs if (o := r.results.get("metric_options"))), {}
     )
-    page = environment.get_template("page.html.j2").render(
-        kind="run" if runs.alone else "comparison",
-        title=words.title(runs),
-        headline=words.headline(runs),
-        facts=words.facts(runs),
-        notices=words.notices(runs),
-        tiles=words.tiles(runs),
-        table=table if table.columns else None,
-        table_keys={} if runs.alone else styles(runs),
-        crowned=any(cell.best for line in table.lines for cell in line.cells),
-        glance=_glance(runs),
-        rules=words.metric_rules(runs),
-        options=[(str(k), _value(v)) for k, v in options.items()],
-        sections=sections(runs),
-        failures=_failures(runs),
-        settings=_settings(runs),
-        environment=_environment(runs),
-        commands=_commands(runs),
-        files=[(n, text) for n, text in _FILES.items() if (runs.home / n).is_file()],
-        version=str(runs.first.environment.get("fedharmony", "")),
-    )
-    return page if page.endswith("\n") else page + "\n"
+    values = {
+        "kind": "run" if runs.alone else "comparison",
+        "title": words.title(runs),
+        "headline": words.headline(runs),
+        "facts": words.facts(runs),
+        "notices": words.notices(runs),
+        "tiles": words.tiles(runs),
+        "table": table if table.columns else None,
+        "table_keys": {} if runs.alone else styles(runs),
+        "crowned": any(cell.best for line in table.lines for cell in line.cells),
+        "glance": _glance(runs),
+        "rules": words.metric_rules(runs),
+        "options": [(str(k), _value(v)) for k, v in options.items()],
+        "sections": sections(runs),
+        "failures": _failures(runs),
+        "settings": _settings(runs),
+        "environment": _environment(runs),
+        "commands": _commands(runs),
+        "files": [(n, text) for n, text in _FILES.items() if (runs.home / n).is_file()],
+        "version": str(runs.first.environment.get("fedharmony", "")),
+    }
+    return render(values)
 
 
 def _glance(runs: Runs) -> list[Picture]:

@@ -136,7 +136,24 @@ class Comparison(TypedDict, total=False):
     runs: list[PlannedRun] | None
 
 
-RESULTS, COMPARISON = TypeAdapter(Results), TypeAdapter(Comparison)
+@_as_it_is
+class SweptPoint(TypedDict):
+    """A comparison of a sweep."""
+
+    values: dict[str, str]
+    folder: str
+
+
+@_as_it_is
+class Sweep(TypedDict):
+    """``sweep.json``."""
+
+    config: str
+    settings: list[str]
+    points: list[SweptPoint]
+
+
+RESULTS, COMPARISON, SWEEP = TypeAdapter(Results), TypeAdapter(Comparison), TypeAdapter(Sweep)
 EVENTS: Mapping[str, TypeAdapter[Any]] = {
     "start": TypeAdapter(Start),
     "round": TypeAdapter(Round),

@@ -417,12 +417,16 @@ def write_tables(runs: Runs) -> None:
 
 def table_of(runs: Runs) -> MetricTable:
     """The table of loaded runs; on different data none of them is the best."""
-    rows = [
+    return replace(metric_table(rows_of(runs), runs.baselines), differences=differences(runs))
+
+
+def rows_of(runs: Runs) -> list[RunRow]:
+    """Every run as a row of the table."""
+    return [
         _run_row(label, run, label in runs.ranked and not runs.differing)
         for label, group in runs.groups.items()
         for run in group
     ]
-    return replace(metric_table(rows, runs.baselines), differences=differences(runs))
 
 
 def _run_row(label: str, run: RunView, ranked: bool) -> RunRow:

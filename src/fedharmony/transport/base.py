@@ -37,4 +37,3 @@ class Transport(Protocol):
         self, stage: Stage, round: int, messages: Mapping[int, Record]
     ) -> Iterator[Reply | Failure]:
         """One reply or failure per message, in the order of ``messages``."""
-        ...

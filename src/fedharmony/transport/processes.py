@@ -20,7 +20,7 @@ from datetime import timedelta
 import torch
 import torch.distributed as dist
 
-from fedharmony.engine.checkpoint import from_bytes, to_bytes
+from fedharmony.engine.checkpoint import from_bytes, header_of, to_bytes
 from fedharmony.errors import ClientLimitError
 from fedharmony.methods.base import Stage
 from fedharmony.transport.base import Transport
@@ -53,11 +53,8 @@ def crew() -> Crew:
     >>> crew()
     Crew(rank=0, size=1, local_rank=0)
     """
-    found = {name: int(os.environ.get(name, d)) for name, d in _VARIABLES.items()}
-    return Crew(found["RANK"], found["WORLD_SIZE"], found["LOCAL_RANK"])
-
-
-_VARIABLES = {"RANK": 0, "WORLD_SIZE": 1, "LOCAL_RANK": 0}
+    usual = {"RANK": 0, "WORLD_SIZE": 1, "LOCAL_RANK": 0}
+    return Crew(*(int(os.environ.get(name, value)) for name, value in usual.items()))
 
 
 def join(device: torch.device, wait_s: float) -> None:
@@ -129,7 +126,7 @@ def _pack(answer: Reply | Failure) -> bytes:
 
 
 def _unpack(data: bytes, device: torch.device) -> Reply | Failure:
-    header = json.loads(data[8 : 8 + int.from_bytes(data[:8], "little")])["__metadata__"]
+    header = header_of(data)
     if "failure" in header:
         return Failure(**json.loads(header["failure"]))
     record = from_bytes(data)

@@ -11,26 +11,17 @@ from typing import Any, NamedTuple, TypeAlias
 import numpy as np
 import numpy.typing as npt
 
-from fedharmony.data.flair_forms.records import (
-    FIELD,
-    WORDS,
-    Collector,
-    Level,
-    Records,
-    fingerprint,
-)
-from fedharmony.data.table import RowError, optional_module
+from fedharmony.data.flair_forms.records import FIELD, Collector, Level, Records, fingerprint
+from fedharmony.data.table import SEPARATOR, SPLITS, RowError, optional_module
 from fedharmony.data.tree import IMAGE_LIMIT
 from fedharmony.errors import DataError, nearest
 from fedharmony.reading import parse_json
 
 HDF5 = (".hdf5", ".h5")
-#: Joins the labels of an image in the HDF5 file of apple/ml-flair.
-SEPARATOR = "|"
 
 
 class Place(NamedTuple):
-    """Where an image lies in an HDF5 file: the group of its user and its row there."""
+    """Where an image lies in an HDF5 file: the group of its user, and its row there."""
 
     group: str
     row: int
@@ -73,9 +64,9 @@ def _hdf5_partitions(file: Any) -> Iterator[tuple[str, Any]]:
     for word, partition in file.items():
         if word == "metadata":
             continue
-        if word not in WORDS or not isinstance(partition, Mapping):
+        if word not in SPLITS or not isinstance(partition, Mapping):
             raise DataError(
-                f"{file.filename} has /{word}, which is no partition. {nearest(word, WORDS)} Name "
+                f"{file.filename} has /{word}, which is no partition. {nearest(word, SPLITS)} Name "
                 "a file made by prepare_dataset.py of apple/ml-flair or by pfl-research."
             )
         yield word, partition
@@ -153,7 +144,6 @@ class Hdf5Images:
         self._places = places
 
     def __len__(self) -> int:
-        """The number of images N."""
         return len(self._places)
 
     def name(self, i: int) -> str:

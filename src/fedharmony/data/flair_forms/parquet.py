@@ -75,7 +75,6 @@ class ParquetImages:
         self._lock = threading.Lock()
 
     def __len__(self) -> int:
-        """The number of images N."""
         return len(self._rows)
 
     def name(self, i: int) -> str:

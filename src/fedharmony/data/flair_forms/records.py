@@ -13,7 +13,7 @@ import numpy as np
 import numpy.typing as npt
 
 from fedharmony.data.file_source import AnnotatedFiles
-from fedharmony.data.table import RowError
+from fedharmony.data.table import SPLITS, RowError
 from fedharmony.data.tree import ImageFiles
 from fedharmony.errors import DataError, nearest
 from fedharmony.types import Index, Labels
@@ -21,31 +21,31 @@ from fedharmony.types import Index, Labels
 Level: TypeAlias = Literal["coarse", "fine"]
 Partition: TypeAlias = Literal["train", "val", "test"]
 
+#: The publisher's figures: images with a coarse label.
+OFFICIAL_LABELS: Mapping[str, int] = {
+    "structure": 228_923,
+    "equipment": 225_862,
+    "material": 139_733,
+    "outdoor": 131_322,
+    "plant": 123_363,
+    "food": 110_792,
+    "animal": 68_858,
+    "liquid": 68_677,
+    "art": 37_230,
+    "interior_room": 32_042,
+    "light": 11_326,
+    "recreation": 5_651,
+    "celebration": 3_769,
+    "fire": 3_011,
+    "music": 2_571,
+    "games": 1_093,
+    "religion": 866,
+}
 #: The coarse classes, in label order.
-COARSE = (
-    "animal",
-    "art",
-    "celebration",
-    "equipment",
-    "fire",
-    "food",
-    "games",
-    "interior_room",
-    "light",
-    "liquid",
-    "material",
-    "music",
-    "outdoor",
-    "plant",
-    "recreation",
-    "religion",
-    "structure",
-)
+COARSE = tuple(sorted(OFFICIAL_LABELS))
 #: Where the labels of a level stand in a record.
 FIELD: Mapping[Level, str] = {"coarse": "labels", "fine": "fine_grained_labels"}
 PARTITIONS: tuple[Partition, ...] = ("train", "val", "test")
-#: Every word for a partition, and the partition it means.
-WORDS: Mapping[str, Partition] = {"train": "train", "val": "val", "dev": "val", "test": "test"}
 
 
 @dataclass(frozen=True, eq=False)
@@ -126,8 +126,10 @@ class Collector:
         for what, value in (("image", image), ("user", user)):
             if not isinstance(value, str | int) or value == "":
                 raise RowError(f"the {what} is {value!r}, not a name.")
-        if not isinstance(partition, str) or partition not in WORDS:
-            raise RowError(f"there is no partition {partition!r}. {nearest(str(partition), WORDS)}")
+        if not isinstance(partition, str) or partition not in SPLITS:
+            raise RowError(
+                f"there is no partition {partition!r}. {nearest(str(partition), SPLITS)}"
+            )
         if not isinstance(names, list) or not all(isinstance(name, str) for name in names):
             raise RowError(f"the labels are {names!r}, not a list of names.")
         row = len(self._ids)
@@ -135,7 +137,7 @@ class Collector:
         if len(self._ids) == row:
             raise RowError(f"image {str(image)!r} has been listed before.")
         self._users.append(str(user))
-        self._partitions.append(PARTITIONS.index(WORDS[partition]))
+        self._partitions.append(PARTITIONS.index(SPLITS[partition]))
         for name in dict.fromkeys(names):
             self._rows.append(row)
             self._columns.append(self._code(name))

@@ -15,16 +15,16 @@ from __future__ import annotations
 import functools
 import logging
 from collections.abc import Callable, Mapping
-from typing import Any, TypeAlias
+from typing import Any
 
 import torch
 from torch import Tensor
 
-Piece: TypeAlias = Callable[..., Any]
+from fedharmony.models.base import Piece
 
 log = logging.getLogger(__name__)
 
-#: Shapes × training or not × pieces of one function that may be compiled in one process.
+#: Variants that may be compiled in one process: shapes × (training or not) × pieces of a function.
 MOST_VARIANTS = 256
 
 
@@ -34,18 +34,12 @@ class Compiled:
     Where compiling fails (no C compiler, no Triton, something that cannot be traced) the function
     runs as it is, with the same result, and says so once.
 
-    Args:
-        function: what to compile.
-        backend: of ``torch.compile``.
-        dynamic: as ``torch.compile`` has it: by default a size or number that has changed once is
-            free from then on; False fixes all but the sizes that are marked.
+    ``dynamic`` is that of ``torch.compile``: by default a size or number that has changed once is
+    free from then on; False fixes all but the sizes that are marked.
     """
 
     def __init__(
-        self,
-        function: Callable[..., Any],
-        backend: Any = "inductor",
-        dynamic: bool | None = None,
+        self, function: Callable[..., Any], backend: Any = "inductor", dynamic: bool | None = None
     ) -> None:
         functools.update_wrapper(self, function)
         self.function = function
@@ -88,12 +82,9 @@ class CompiledRows(Compiled):
 
 
 class CompiledPiece(Compiled):
-    """A part of a backbone; its tensors carry the client axis first, inputs the images second.
+    """A part of a backbone. All tensors carry the client axis first, inputs the images second.
 
-    Args:
-        function: the part.
-        backend: of ``torch.compile``.
-        said: what was announced, shared by the parts of a backbone: each wait is explained once.
+    The parts of a backbone share ``said``, what was announced: each wait is explained once.
     """
 
     def __init__(

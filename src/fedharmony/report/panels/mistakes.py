@@ -6,12 +6,15 @@ from collections.abc import Mapping
 
 import numpy as np
 
+from fedharmony.report import svg
 from fedharmony.report.charts import Picture, Row, dots
 from fedharmony.report.load import Runs
 from fedharmony.report.measures import Array, decide, overlooked_beside, taken_for
 from fedharmony.report.panel import Panel, Section, legend, panels, styles
 from fedharmony.report.svg import Style
 
+#: Letters of a label's name, so that both names of a pair can be read.
+LETTERS = 10
 #: Pairs that a chart shows.
 MOST_PAIRS = 12
 #: Labels of which all pairs are looked at.
@@ -39,21 +42,17 @@ class Mistakes(Panel):
         looks = styles(runs)
         swaps = {name: taken_for(decisions) for name, decisions in made.items()}
         misses = {name: overlooked_beside(decisions) for name, decisions in made.items()}
+        titles = "Missed → given instead, images", "Missed | beside a found one, images"
         pictures = [
-            *_pairs("Missed → given instead, images", "{} → {}", swaps, classes, looks),
-            *_pairs(
-                "Missed beside a label that is found, images",
-                "{} beside {}",
-                misses,
-                classes,
-                looks,
-            ),
+            *_pairs(titles[0], "{} → {}", swaps, classes, looks),
+            *_pairs(titles[1], "{} | {}", misses, classes, looks),
         ]
         if not pictures:
             return None
         lead = (
-            "Pairs of labels in one test image. Left: the first label is there and is missed, the "
-            "second is not there and is given. Right: both are there, and only the second is found."
+            "Pairs of labels in one test image. In the first chart, one label is there and is "
+            "missed, and the other is not there and is given. In the second, both are there, and "
+            "one is missed."
         )
         return Section("Mistakes", lead, tuple(pictures), legend(runs, runs.scored))
 
@@ -71,7 +70,7 @@ def _pairs(
     places = [divmod(int(i), len(classes)) for i in best if mean.flat[i] > 0]
     rows = [
         Row(
-            words.format(classes[a], classes[b]),
+            words.format(*(svg.printable(classes[i], LETTERS) for i in (a, b))),
             tuple((looks[name], float(count[a, b])) for name, count in counts.items()),
             start=0.0,
         )
@@ -80,4 +79,4 @@ def _pairs(
     if not rows:
         return []
     highest = max(value for row in rows for _, value in row.dots)
-    return [dots(title, rows, ends=(0.0, max(highest, 5.0)))]
+    return [dots(title, rows, ends=(0.0, max(highest, 5.0)), whole=True)]

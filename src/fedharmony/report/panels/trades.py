@@ -31,11 +31,12 @@ class Trades(Panel):
         if not runs.scored:
             return None
         looks = styles(runs)
-        pictures = [_picture("All labels", None, runs.scored, looks)]
+        own = any(r.results.get("thresholds") for r in runs.scored.values())
+        note = "A mark of many thresholds need not lie on the curve of one." if own else ""
+        pictures = [_picture("All labels", None, runs.scored, looks, note)]
         for words, label in _chosen(next(iter(runs.scored.values()))):
             name = next(iter(runs.scored.values())).classes[label]
             pictures.append(_picture(f"{name}: {words}", label, runs.scored, looks))
-        own = any(r.results.get("thresholds") for r in runs.scored.values())
         lead = (
             "Every threshold gives another precision and recall: few labels that are right, or "
             "many with mistakes. Marks stand at the threshold in use"
@@ -56,7 +57,11 @@ def _chosen(run: RunView) -> list[tuple[str, int]]:
 
 
 def _picture(
-    title: str, label: int | None, runs: Mapping[str, RunView], looks: Mapping[str, Style]
+    title: str,
+    label: int | None,
+    runs: Mapping[str, RunView],
+    looks: Mapping[str, Style],
+    note: str = "",
 ) -> Picture:
     drawing, bottom = Drawing(250), 214.0
     up, across = Scale(-2, 102, bottom, 6), Scale(-2, 102, 38, svg.WIDTH - 14)
@@ -71,7 +76,7 @@ def _picture(
         if curve.at is not None:
             drawing.mark(across(100 * curve.at[0]), up(100 * curve.at[1]), looks[name])
     described = drawing.svg(f"Precision against recall: {title}")
-    return Picture(f"{title}, precision in %", described)
+    return Picture(f"{title}, precision in %", described, note)
 
 
 def _trade(run: RunView, label: int | None) -> Trade:
