@@ -18,6 +18,9 @@ from fedharmony.experiments.folder import RunFolder
 from fedharmony.experiments.run import start
 from fedharmony.experiments.settings import load_settings
 from fedharmony.experiments.trained import TrainedModel, load_model
+from fedharmony.methods import methods
+from fedharmony.methods.base import Task
+from fedharmony.types import Record
 from test_cli import refuse, succeed
 from test_predict import NAMES, images, trained
 
@@ -151,6 +154,23 @@ def test_features_are_exported_with_names_and_statistics(tmp_path: Path) -> None
     z = ((x - mean) / std).float()
     found = (z @ tensors["head.weight"].T + tensors["head.bias"]).sigmoid()
     torch.testing.assert_close(found, model.scorer(torch.from_numpy(X[:5])), atol=1e-5, rtol=0)
+
+
+def test_statistics_of_features_on_top_of_the_model_s_by_hand() -> None:
+    """X − 5 is divided by 2, and z − 0.5 by 4: together x − (5 + 2 · 0.5) is divided by 2 · 4."""
+    task = Task(
+        **{"classes": 1, "clients": 1, "rounds": 1, "batch_size": 1, "epochs": 1, "seed": 0},
+        **{"width": 1, "lr": 0.1, "mean": (5.0,), "std": (2.0,), "pixels": False},
+    )
+    method = methods["fedrdn"](methods["fedrdn"].Config(), task)
+    table = {"mean": torch.tensor([[0.5]]), "std": torch.tensor([[4.0]])}
+    table |= {"examples": torch.tensor([9]), "client": torch.tensor([0])}
+    state = Record({"statistics_table": table})
+    assert method.normalisation(state) == ([6.0], [8.0])
+    assert method.normalisation(Record({})) == ((5.0,), (2.0,))
+    x = torch.tensor([[7.0]])
+    found = method.normalise(x, method.evaluation(state), {})
+    torch.testing.assert_close(found, (x - 6) / 8)
 
 
 def test_the_card_says_what_the_model_is_and_is_not(data: Path, tmp_path: Path) -> None:

@@ -75,11 +75,21 @@ def run(tmp_path_factory: pytest.TempPathFactory) -> tuple[Path, Path, list[Path
 VARIANTS = [*methods.names(), "fedavg:plus", "spherefed:s2", "spherefed:s0"]
 
 
-@pytest.mark.parametrize("method", VARIANTS)
-def test_every_method_predicts_what_it_was_measured_by(method: str, tmp_path: Path) -> None:
+@pytest.mark.parametrize(
+    ("method", "average"), [*((name, "0") for name in VARIANTS), ("fedavg", "0.9")]
+)
+def test_every_method_predicts_what_it_was_measured_by(
+    method: str, average: str, tmp_path: Path
+) -> None:
     """The table and the training images are gone; the test images are read from elsewhere."""
     tests = images(tmp_path / "data")
-    changes = [f"run.method={method}", "methods.fedlgt.embedding=8", "methods.fedlgt.layers=1"]
+    own = [] if ":" in method else [f"federation.server_average={average}"]
+    changes = [
+        f"run.method={method}",
+        *own,
+        "methods.fedlgt.embedding=8",
+        "methods.fedlgt.layers=1",
+    ]
     here = trained(tmp_path / "run", tmp_path / "data", *changes)
     settings = RunFolder(here).open()
     assembly = assemble(settings, RunFolder(here)["partition.json"])
@@ -151,6 +161,25 @@ def test_predict_writes_a_table_of_labels_and_scores(
     assert "exists already" in refuse(tmp_path, "predict", str(here), "in", "--csv", "out.csv")
     assert (tmp_path / "out.csv").read_text() == text
     assert [p.name for p in tmp_path.iterdir() if p.name.startswith(".")] == []
+
+
+def test_names_stay_with_their_scores_behind_images_that_cannot_be_read(
+    run: tuple[Path, Path, list[Path]], tmp_path: Path
+) -> None:
+    """More images than are decoded at a time, of which the first is broken; none has a label."""
+    here, _, tests = run
+    broken = tmp_path / "broken.png"
+    broken.write_bytes(b"nonsense")
+    every = [broken, *tests, *tests, *tests, *tests]
+    assert len(every) > 16
+    model = load_model(RunFolder(here))
+    found = list(predictions(model, every))
+    assert [p.name for p in found] == [str(path) for path in every]
+    expected = [p.scores for p in predictions(model, tests)]
+    np.testing.assert_allclose(np.stack([p.scores for p in found[-6:]]), expected, atol=1e-6)
+    words = [str(here), str(tests[0]), "--csv", "none.csv", "--threshold", "1"]
+    succeed(tmp_path, "predict", *words)
+    assert (tmp_path / "none.csv").read_text().splitlines()[1].startswith(f"{tests[0]},|,")
 
 
 def test_predict_shows_a_table(run: tuple[Path, Path, list[Path]], tmp_path: Path) -> None:

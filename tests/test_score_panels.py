@@ -67,6 +67,8 @@ def test_pairs_of_mistakes_by_hand() -> None:
     known[2, 0] = False
     masked = decide(scores_of(values, labels, known=known), np.full(3, 0.5))
     assert taken_for(masked)[0, 1] == 1
+    known[0, 1] = False
+    assert decide(scores_of(values, labels, known=known), np.full(3, 0.5)).wrong.sum() == 1
     # Label 1 needs 0.95 now: it is no longer given anywhere.
     assert not decide(scores_of(values, labels), np.array([0.5, 0.95, 0.5])).wrong.any()
 
@@ -82,6 +84,7 @@ def test_calibration_by_hand() -> None:
     assert found.share.tolist() == [0.5, 1.0]
     assert found.count.tolist() == [4, 1]
     assert found.error == pytest.approx(0.2)
+    assert len(reliability(scores_of([[0.21], [0.28], [0.31]], [[1], [0], [0]])).count) == 2
     known = np.array([[False], [True], [True], [True], [True]])
     third = reliability(replace(scores, known=known))  # one of three is right: 3/4 · 1/12
     assert third.error == pytest.approx(3 / 4 * (1 / 3 - 0.25))

@@ -39,6 +39,9 @@ def test_thresholds_by_hand() -> None:
     targets = np.array([[1, 1, 0], [0, 1, 0], [1, 1, 0], [0, 1, 0]])
     found = best_thresholds(scores, targets, default=0.7)
     np.testing.assert_allclose(found, [0.3, 0.1, 0.7])
+    # One image and all four are equally good (2/3 and 4/6): the higher threshold is taken.
+    tied = best_thresholds(scores[:, :1], [[1], [0], [0], [1]], default=0.5)
+    np.testing.assert_allclose(tied, [0.75])
     # Without the third image, one image is best (2/2): the middle of 0.9 and 0.6.
     known = np.ones((4, 3), bool)
     known[2] = False
