@@ -90,7 +90,7 @@ def test_a_run_cut_short_goes_on_to_the_same_bits(home: Any, tmp_path: Path, whe
 
 def test_a_site_forgets_what_the_server_never_heard(home: Any, tmp_path: Path) -> None:
     """One site trains in round 1 and its answer is lost: it has not taken part, here as there."""
-    changes = ["run.method=fedcurv", "federation.cohort=3", "federation.max_failures=0.5"]
+    changes = ["run.method=fedcurv", "federation.cohort=3", "methods.fedcurv.policy=memory"]
     settings = settings_of(home, *changes)
 
     def lost(post: Memory, delivered: bool) -> Any:
