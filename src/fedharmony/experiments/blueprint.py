@@ -25,6 +25,7 @@ from fedharmony.experiments.settings import CENTRAL_METHOD, Settings
 from fedharmony.methods.base import Method, Stage, Task, methods
 from fedharmony.models.base import Backbone, FeatureSpec, InputSpec, Model, models
 from fedharmony.rng import torch_rng
+from fedharmony.robust import Robust
 from fedharmony.transport.base import Transport
 from fedharmony.types import FROZEN, Record, Tensors
 
@@ -154,15 +155,22 @@ def blueprint(settings: Settings, facts: Facts) -> Blueprint:
         std=backbone.std,
         pixels=isinstance(facts.input, InputSpec),
         unknown_labels=facts.unknown_labels,
+        robust=federation.averaging,
     )
     method = methods[settings.method_name](settings.method_config, task)
     model = make_model(settings, backbone, method)
     holders = sum(size > 0 for size in facts.sizes.values())
     cohort = cohort_size(holders, federation.participation, federation.cohort)
+    refuse_small_cohort(federation.averaging, cohort)
     schedule = Schedule(facts.sizes, run.rounds, cohort, federation.sampling, run.seed)
     first = opening(method, model.head, settings.taking_part)
     if not federation.central:
         return Blueprint(settings, facts, model, method, schedule, first)
+    if settings.attack.kind != "none":
+        raise ConfigError(
+            f"federation.central = true trains in one place, where nobody lies, and attack.kind = "
+            f"{settings.attack.kind!r}. Remove one of the two."
+        )
     if settings.method_name != CENTRAL_METHOD:
         raise ConfigError(
             f"federation.central = true trains in one place, where {settings.method_name!r} has no "
@@ -172,6 +180,18 @@ def blueprint(settings: Settings, facts: Facts) -> Blueprint:
     counts = images_of_rounds(facts.sizes, schedule, train.epochs, federation.drop_rate, run.seed)
     rounds = [[t] if count else [] for t, count in enumerate(counts)]
     return Blueprint(settings, facts, model, method, rounds, first, counts)
+
+
+def refuse_small_cohort(robust: Robust, cohort: int) -> None:
+    """Refuse a rule of averaging that needs more clients than take part in a round."""
+    if cohort < robust.needs(cohort):
+        raise ConfigError(
+            f"federation.robust = {robust.rule!r} with robust_bad = {robust.bad:g} needs at least "
+            f"{robust.needs(cohort)} clients per round (2f + 3 for f = "
+            f"{math.ceil(robust.bad * cohort)} liars), and {cohort} take part. Raise "
+            "federation.cohort or federation.participation, lower federation.robust_bad, or use "
+            "another rule."
+        )
 
 
 def make_backbone(settings: Settings, input: InputSpec | FeatureSpec) -> Backbone:

@@ -31,6 +31,7 @@ from fedharmony.partition.annotation import client_known
 from fedharmony.partition.base import Partition, splitters
 from fedharmony.partition.feature_skew import feature_skew, skewed_images
 from fedharmony.rng import numpy_rng
+from fedharmony.transport.attacks import Attack
 from fedharmony.transport.base import Transport
 from fedharmony.transport.inprocess import InProcess
 from fedharmony.transport.processes import Processes, crew, join
@@ -51,6 +52,7 @@ class Assembly:
         clients: what each client trains on: its part, less what is held out.
         device: where to compute.
         means: how to compute.
+        attack: which clients lie.
         bound: the hashes of all this.
     """
 
@@ -61,6 +63,7 @@ class Assembly:
     clients: Mapping[int, Index]
     device: torch.device
     means: Means
+    attack: Attack
     bound: Binding
 
     @property
@@ -95,7 +98,7 @@ class Assembly:
         if crew().size > 1:
             join(self.device, engine.wait_s)
             transport = Processes(transport, crew(), self.device)
-        return plan.federation(transport)
+        return plan.federation(self.attack.over(transport))
 
     def stack_rule(self) -> StackRule:
         """How many clients train at once: as the settings say, or as a trial shows."""
@@ -132,8 +135,11 @@ def assemble(
         # A label that the owner of an image does not annotate cannot serve to choose settings.
         test = as_annotated(data.train, partition, settings).subset(draft.held_out)
         data = replace(data, test=test)
+    holders = [client for client, images in clients.items() if len(images)]
+    attack = Attack(settings.attack, holders, settings.run.seed)
     if plan.gathered is None:
         data = as_clients_see(data, partition, settings)
+        data = replace(data, train=attack.poisoned(data.train, clients, data.classes))
     else:
         images = np.sort(np.concatenate(list(clients.values())))
         clients = dict(enumerate(gathered_rounds(images, plan.gathered, settings.run.seed)))
@@ -147,6 +153,7 @@ def assemble(
         clients=clients,
         device=device,
         means=means.exact() if backbone.mixes_images else means,
+        attack=attack,
         bound=bind(loaded, partition, draft.held_out),
     )
 

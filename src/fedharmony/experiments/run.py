@@ -139,9 +139,12 @@ def _rounds(assembly: Assembly, folder: RunFolder, saved: Saved, observe: Observ
     log = EventLog(folder.events, saved.events) if crew().leads else None
 
     def record(event: Event) -> None:
-        if log is not None:
-            log.append(event)
-            observe(event)
+        if log is None:
+            return
+        if event["event"] == "round" and assembly.attack.active:
+            event = {**event, "liars": assembly.attack.lying(event["round"], event["cohort"])}
+        log.append(event)
+        observe(event)
 
     def after_round(round: int, state: Record) -> None:
         own = memory.seal(round + 1, lambda client: client % crew().size == crew().rank)
