@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
 from typing import Any
 
 import numpy as np
@@ -15,6 +16,7 @@ from torch import Tensor
 
 from fedharmony import correlation as corr
 from fedharmony.aggregate import ModelMean
+from fedharmony.engine import head_trust
 from fedharmony.engine.federation import FederationSettings
 from fedharmony.errors import ConfigError
 from fedharmony.experiments.blueprint import refuse_small_cohort
@@ -26,12 +28,14 @@ from fedharmony.robust import (
     capped,
     geometric_median,
     krum,
+    same_direction,
     trimmed,
 )
+from fedharmony.transport.attacks import Attack, AttackSettings
 from fedharmony.types import BUFFERS, PARAMS, Layout, Packed, Record
-from toy import Toy, largest_difference, same_bits
+from toy import Toy, largest_difference, same_bits, toy_data
 
-RULES = ["norm_bound", "median", "trimmed_mean", "geometric_median", "multi_krum"]
+RULES = ["norm_bound", "median", "trimmed_mean", "geometric_median", "multi_krum", "same_direction"]
 F64 = torch.float64
 quick = settings(deadline=None, max_examples=40, derandomize=True)
 
@@ -60,7 +64,7 @@ def test_the_norm_bound_by_hand():
     to (3, 4), and (3 + 0 + 3)/3, (4 + 5 + 4)/3 is their mean.
     """
     models = [model(3, 4), model(0, 5), model(60, 80)]
-    assert averaged("norm_bound", models, [1, 1, 1]) == pytest.approx([2, 13 / 3])
+    assert averaged("norm_bound", models, [1, 1, 1], bound=1) == pytest.approx([2, 13 / 3])
 
 
 def test_the_norm_bound_remembers_lengths():
@@ -68,7 +72,7 @@ def test_the_norm_bound_remembers_lengths():
     each update is cut to that: 1.5 · (1, 1, 1)/3 of the directions (1, 0), (0, 1), (1, 0).
     """
     state = model(0, 0).replace({ROBUST: {"lengths": torch.ones(3, dtype=F64)}})
-    mean = Robust("norm_bound").mean(state)
+    mean = Robust("norm_bound", bound=1).mean(state)
     for record in (model(2, 0), model(0, 2), model(8, 0)):
         mean.add(record, 1)
     after = mean.update(state)
@@ -119,6 +123,30 @@ def test_the_geometric_median_by_hand():
     assert averaged("geometric_median", square, [1] * 4) == pytest.approx([0, 0], abs=1e-9)
     far = averaged("geometric_median", [*square, model(1e6, 0)], [1] * 5)
     assert 0 < far[0] < 1.1
+
+
+def test_the_same_direction_by_hand():
+    """Directions (1, 0) twice, (0.6, 0.8), (−1, 0), and an update of zero. Their sum (1.6, 0.8) has
+    products 1.6, 1.6, 1.6, −1.6, 0; the median is 1.6, and the first three are kept. Lengths 2, 4
+    and 5: the third is cut to 4. (2 + 4 + 2.4)/3 = 2.8, and 3.2/3.
+    """
+    models = [model(2, 0), model(4, 0), model(3, 4), model(-9, 0), model(0, 0)]
+    found = averaged("same_direction", models, [1] * 5, bound=1)
+    assert found == pytest.approx([2.8, 3.2 / 3])
+
+
+def test_directions_are_chosen_until_nothing_changes():
+    """Two liars, long and slightly apart, draw the first mean their way; without the first of them
+    the second is left out, too: 5 honest directions at 0°, liars at 100° and 80° from them.
+    """
+    angles = torch.tensor([0.0, 0, 0, 0, 0, 100, 80]).deg2rad().double()
+    updates = torch.stack([angles.cos(), angles.sin()], 1)
+    kept = same_direction(updates @ updates.mT, torch.ones(7, dtype=F64))
+    assert kept.tolist() == [1, 1, 1, 1, 1, 0, 0]
+
+
+def test_nobody_moved_keeps_the_model():
+    assert averaged("same_direction", [model(0, 0)] * 3, [1] * 3) == [0, 0]
 
 
 def test_weights_are_capped_by_hand():
@@ -247,7 +275,7 @@ def test_no_rule_is_the_plain_mean():
 @pytest.mark.parametrize("name", sorted(methods.names()))
 def test_every_method_trains_with_every_rule(name: str, rule: str):
     """Sizes of 20 to 1; Krum's f is what five clients allow."""
-    options = FederationSettings(robust=rule, robust_bad=0.2)  # type: ignore[arg-type]
+    options = FederationSettings(robust=rule, robust_bad=0.2, robust_bound=0.5)  # type: ignore[arg-type]
     state, events = Toy(name, rounds=1, epochs=1, federation=options).run()
     assert not events[0]["failures"]
     plain = Toy(name, rounds=1, epochs=1).run()[0]
@@ -308,3 +336,74 @@ def test_krum_needs_enough_clients():
         refuse_small_cohort(Robust("multi_krum"), 5)
     refuse_small_cohort(Robust("multi_krum"), 10)
     refuse_small_cohort(Robust("median"), 1)
+
+
+# -- the closed-form head -------------------------------------------------------------------------
+
+
+def sums_of(features: Tensor, labels: Tensor) -> dict[str, Tensor]:
+    """What a client sends: A_k and B_k of f̃ = [f, 1]."""
+    f = torch.cat([features, torch.ones(len(features), 1)], dim=1).double()
+    return {"gram": corr.pack_upper((f.mT @ f)[None]), "cross": labels.double().mT @ f}
+
+
+def test_the_error_of_a_head_follows_from_sums():
+    """F = 0, 1, 3 with y = 0, 1, 0 and v = (½, ¼): residuals −¼, ¼, −1¾; squares sum to 3.1875."""
+    f, y = torch.tensor([[0.0], [1.0], [3.0]]), torch.tensor([[0.0], [1.0], [0.0]])
+    head = torch.tensor([[0.5, 0.25]], dtype=F64)
+    assert head_trust._error(sums_of(f, y), head) == pytest.approx(3.1875 / 3)
+
+
+def clients_of(count: int) -> list[tuple[Tensor, Tensor]]:
+    """30 images each: five features, three labels at about a tenth that a line predicts."""
+    generator = torch.Generator().manual_seed(0)
+    truth = torch.randn(5, 3, generator=generator)
+    found = []
+    for _ in range(count):
+        features = torch.randn(30, 5, generator=generator)
+        found.append((features, (features @ truth > 2.5).float()))
+    return found
+
+
+@pytest.mark.parametrize("lie", ["turned", "scaled", "labels"])
+def test_sums_of_liars_are_left_out(lie: str):
+    honest = [sums_of(f, y) for f, y in clients_of(10)]
+    liars = [sums_of(f, 1 - y if lie == "turned" else y) for f, y in clients_of(3)]
+    if lie == "scaled":  # ten times as many images as announced
+        liars = [{name: 10 * tensor for name, tensor in own.items()} for own in liars]
+    if lie == "labels":  # more images of a label than there are
+        liars = [{**own, "cross": own["cross"] * 100} for own in liars]
+    kept = head_trust.trusted([*liars, *honest], [30] * 13, 0.01)
+    assert [id(own) for own in kept] == [id(own) for own in honest]
+
+
+def test_honest_sums_are_all_believed():
+    honest = [sums_of(f, y) for f, y in clients_of(8)]
+    assert len(head_trust.trusted(honest, [30] * 8, 0.01)) == 8
+    assert head_trust.trusted([], [], 0.01) == []
+
+
+@pytest.mark.parametrize("known", [False, True])
+def test_a_head_start_with_liars_is_that_of_the_others(known: bool):
+    """With a matrix per label, too: where some labels are unknown."""
+    data = toy_data(200)
+    if known:
+        mask = np.random.default_rng(0).random(data.labels.shape) < 0.8
+        data = replace(data, known=mask)
+
+    def head(share: float, robust: str) -> Tensor:
+        options = FederationSettings(head_start="closed_form", robust=robust)  # type: ignore[arg-type]
+        toy = Toy(sizes=(40,) * 5, rounds=1, data=data, federation=options)
+        if share:
+            lies = AttackSettings("head_sums", share, strength=5.0)
+            toy.transport = Attack(lies, range(5), 0).over(toy.transport)
+        first, *_ = toy.loop().stages(0)
+        sent = first.broadcast(toy.initial(), 0, range(5))
+        replies = toy.transport.exchange(first, 0, sent)
+        state = first.aggregate(toy.initial(), 0, sent, iter(list(replies))).state
+        return state.get(PARAMS)["head.weight"]
+
+    truth = head(0.0, "none")
+    assert torch.equal(head(0.0, "median"), truth)
+    lied, borne = head(0.2, "none"), head(0.2, "median")
+    assert (borne - truth).norm() < 0.5 * (lied - truth).norm()

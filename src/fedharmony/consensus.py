@@ -388,8 +388,8 @@ class _WeightedMiddle:
     Without a client, whose weight w_k has A_k below it, the integral is S(q) up to A_k, and
     ``S(q + w_k) − w_k x_k`` above: a search among the sorted values for each of its entries.
 
-    The sorted values, their sums and the sums of their weights are kept: in float64, six times the
-    memory of the clients' matrices.
+    The sorted values, their sums and the sums of their weights (with a zero before them, and
+    without) are kept: in float64, eight times the memory of the clients' matrices.
     """
 
     def __init__(self, table: CorrelationTable, round: int) -> None:
@@ -398,7 +398,8 @@ class _WeightedMiddle:
         self.ordered, order = values.mT.contiguous().sort(-1)
         weights = weights.mT.contiguous().gather(-1, order)
         start = torch.zeros_like(weights[:, :1])
-        self.upto = torch.cat([start, weights.cumsum(-1)], -1)
+        self.ends = weights.cumsum(-1)
+        self.upto = torch.cat([start, self.ends], -1)
         self.integral = torch.cat([start, (self.ordered * weights).cumsum(-1)], -1)
 
     def everybody(self) -> Agreement:
@@ -422,7 +423,7 @@ class _WeightedMiddle:
         def integral(q: Tensor) -> Tensor:
             passed = q > below
             q = torch.where(passed, q + weight, q)
-            place = torch.searchsorted(self.upto[:, 1:].contiguous(), q)
+            place = torch.searchsorted(self.ends, q)
             place = place.clamp(max=self.ordered.shape[-1] - 1)
             beyond = (q - self.upto.gather(-1, place)) * self.ordered.gather(-1, place)
             return self.integral.gather(-1, place) + beyond - torch.where(passed, weight * own, 0)

@@ -11,19 +11,24 @@ u_k = θ_k − θ is a client's update, w_k the weight that the method gives it.
 ``geometric_median``  the point with the smallest Σ w_k ‖θ_k − z‖ (Weiszfeld's iteration)
 ``multi_krum``        mean over the m − f clients whose m − f − 2 nearest others are nearest, with
                       f = ⌈bad · m⌉
+``same_direction``    mean of the updates that point the common way, cut to ``bound`` · median of
+                      their lengths
 ====================  ============================================================================
 
 Norm bound: Sun et al., 2019 (arXiv 1911.07963). Median, trimmed mean: Yin et al., ICML 2018 (arXiv
 1803.01498). Geometric median: Pillutla et al., 2022 (arXiv 1912.13445). Multi-Krum: Blanchard et
 al., NeurIPS 2017; it chooses clients without looking at weights, and averages the chosen with them.
+The last rule is ours: honest updates of skewed clients differ in many ways, but all point downhill.
+FLTrust (Cao et al., NDSS 2021) compares directions, too, with an update that the server makes from
+data of its own; here the clients' own mean direction takes its place.
 
 A weight is a claim, too: under every rule but "none" no client weighs more than ``cap`` times the
 median of its cohort.
 
 **Memory.** A rule needs all models of a cohort: they are held, by reference, where they are (ViT-B
 with 25 clients: 86 million numbers × 4 bytes × 25 = 8.6 GB). What is computed from them is computed
-in parts of a few million numbers; beyond that only the new model is made. Three of the rules need
-no more than the products u_j·u_k of all pairs: m × m numbers give lengths, distances and all steps
+in parts of a few million numbers; beyond that only the new model is made. Four of the rules need no
+more than the products u_j·u_k of all pairs: m × m numbers give lengths, distances and all steps
 of Weiszfeld's iteration, and one weighted sum of models follows.
 """
 
@@ -42,7 +47,13 @@ from fedharmony.correlation import parts
 from fedharmony.types import BUFFERS, PARAMS, Packed, Record
 
 Rule: TypeAlias = Literal[
-    "none", "norm_bound", "median", "trimmed_mean", "geometric_median", "multi_krum"
+    "none",
+    "norm_bound",
+    "median",
+    "trimmed_mean",
+    "geometric_median",
+    "multi_krum",
+    "same_direction",
 ]
 BY_NUMBER = ("median", "trimmed_mean")
 
@@ -51,6 +62,8 @@ ROBUST = "robust"  # state, "norm_bound": lengths of the last updates
 REMEMBERED = 200
 #: Weiszfeld's iteration ends when no share moves by more than this, or after so many steps.
 STILL, STEPS = 1e-9, 200
+#: "same_direction": how often clients are chosen over.
+CHOICES = 10
 #: Shares that add up to one half within this are taken for one half.
 ROUNDING = 1e-9
 
@@ -62,13 +75,13 @@ class Robust:
     Attributes:
         rule: see the module; "none" is the weighted mean.
         bad: share of a cohort that may lie ("trimmed_mean", "multi_krum").
-        bound: "norm_bound": the largest length, in medians.
+        bound: "norm_bound", "same_direction": the largest length, in medians.
         cap: the largest weight, in medians of the cohort's.
     """
 
     rule: Rule = "none"
     bad: float = 0.3
-    bound: float = 1.0
+    bound: float = 2.0
     cap: float = 3.0
 
     def mean(self, state: Record) -> ModelMean:
@@ -112,14 +125,13 @@ class RobustMean(ModelMean):
                 PARAMS: self._by_number(PARAMS, params, exact),
                 BUFFERS: self._by_number(BUFFERS, buffers),
             }
-        factors, mean = self._factors(params), ModelMean()
-        shares = torch.stack([factors * params, factors * buffers], 1).tolist()
-        for record, own in zip(self._held, shares, strict=True):
+        kept, cut = self._judged(params)
+        both, mean = torch.stack([params, buffers], 1) * kept[:, None], ModelMean()
+        for record, own in zip(self._held, (both * cut[:, None]).tolist(), strict=True):
             if own[0] > 0:
                 mean.add(record, *own)
-        if self.robust.rule == "norm_bound" and bool((factors < 1).any()):
-            # What is cut from an update is given to the received model.
-            mean.add(self.received, *(float((1 - factors) @ own) for own in (params, buffers)))
+        if bool((cut < 1).any()):  # what is cut from an update is given to the received model
+            mean.add(self.received, *((1 - cut) @ both).tolist())
         return mean.means(exact)
 
     def update(self, state: Record, exact: bool = False) -> Record:
@@ -129,17 +141,20 @@ class RobustMean(ModelMean):
             return state
         return state.replace({ROBUST: {"lengths": self._lengths[-REMEMBERED:]}})
 
-    def _factors(self, weights: Tensor) -> Tensor:
-        """What each client's weight is multiplied with, (m,)."""
+    def _judged(self, weights: Tensor) -> tuple[Tensor, Tensor]:
+        """What a client's weight, and the length of its update, are multiplied with, (m,) each."""
         gram = products([self.received.get(PARAMS), *(r.get(PARAMS) for r in self._held)]).cpu()
+        lengths, all_of_it = gram.diagonal().sqrt(), torch.ones_like(weights)
         if self.robust.rule == "norm_bound":
-            lengths = gram.diagonal().sqrt()
             past = self.received.get(ROBUST).get("lengths", lengths[:0]).to(lengths)
             self._lengths = torch.cat([past, lengths])
-            return bounded(lengths, self.robust.bound * float(self._lengths.quantile(0.5)))
+            return all_of_it, bounded(lengths, self.robust.bound * median(self._lengths))
+        if self.robust.rule == "same_direction":
+            kept = same_direction(gram, weights)
+            return kept, bounded(lengths, self.robust.bound * median(lengths[kept > 0]))
         if self.robust.rule == "multi_krum":
-            return krum(gram, math.ceil(self.robust.bad * len(gram)))
-        return geometric_median(gram, weights) / (weights / weights.sum())
+            return krum(gram, math.ceil(self.robust.bad * len(gram))), all_of_it
+        return geometric_median(gram, weights) / (weights / weights.sum()), all_of_it
 
     def _by_number(self, group: str, weights: Tensor, exact: bool = False) -> Mapping[str, Tensor]:
         """One group of the new model; whole numbers are the first client's."""
@@ -167,7 +182,12 @@ def capped(weights: Tensor, cap: float) -> Tensor:
     >>> capped(torch.tensor([1.0, 2.0, 100.0]), 3.0)
     tensor([1., 2., 6.])
     """
-    return weights.clamp(max=cap * float(weights.quantile(0.5)))
+    return weights.clamp(max=cap * median(weights))
+
+
+def median(values: Tensor) -> float:
+    """The middle value, or the mean of the two in the middle."""
+    return float(values.quantile(0.5))
 
 
 def bounded(lengths: Tensor, most: float) -> Tensor:
@@ -256,6 +276,29 @@ def krum(gram: Tensor, bad: int) -> Tensor:
     return chosen
 
 
+def same_direction(gram: Tensor, weights: Tensor) -> Tensor:
+    """1 for clients whose update points the common way, else 0.
+
+    The common way is the weighted mean of the kept updates' directions. Kept is who has at least
+    half of the median client's cosine with it; first all are kept, then it is done over until
+    nothing changes. If nobody moved, everybody is kept.
+
+    >>> updates = torch.tensor([[1.0, 1], [1, 0], [0, 1], [-1, -1], [0, 0]])
+    >>> same_direction(updates @ updates.mT, torch.ones(5))
+    tensor([1., 1., 1., 0., 0.])
+    """
+    lengths = gram.diagonal().sqrt()
+    scale = torch.where(lengths > 0, 1 / lengths, 0.0)
+    cosines = gram * scale * scale[:, None]
+    kept = torch.ones_like(weights)
+    for _ in range(CHOICES):
+        along = cosines @ (weights * kept)  # times one and the same length
+        before, kept = kept, (along > max(0.0, median(along) / 2)).to(weights)
+        if torch.equal(before, kept):
+            break
+    return kept if bool(kept.any()) else torch.ones_like(kept)
+
+
 def geometric_median(gram: Tensor, weights: Tensor) -> Tensor:
     """Shares a_k, sum 1, of the updates in their geometric median Σ a_k u_k, (m,).
 
@@ -268,7 +311,7 @@ def geometric_median(gram: Tensor, weights: Tensor) -> Tensor:
         moved = gram @ shares
         squared = shares @ moved - 2 * moved + gram.diagonal()
         distance = squared.clamp(min=0).sqrt()
-        least = 1e-6 * float(distance.quantile(0.5))
+        least = 1e-6 * median(distance)
         if not least:
             break
         pulls = weights / distance.clamp(min=least)

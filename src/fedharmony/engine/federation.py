@@ -60,10 +60,11 @@ class FederationSettings:
             "adaptive" finds e: up to 0.9 for a model that jitters, 0 for one that still travels.
             "last:K" is the plain mean of the last K models. 0 averages nothing.
         robust: how models are averaged where clients may lie (``robust.py``): "none" is the mean;
-            "norm_bound", "median", "trimmed_mean", "geometric_median", "multi_krum".
+            "norm_bound", "median", "trimmed_mean", "geometric_median", "multi_krum",
+            "same_direction".
         robust_bad: share of a cohort that may lie: what "trimmed_mean" cuts at either end, and
             "multi_krum" leaves out.
-        robust_bound: "norm_bound": longest update, in medians of the updates' lengths.
+        robust_bound: "norm_bound", "same_direction": longest update, in medians of their lengths.
         robust_cap: largest weight of a client, in medians of its cohort's weights; not for "none".
         central: one party trains, on all images with all their labels; a round sees as many images
             as the cohort would have trained on. For "fedavg" only.
@@ -81,7 +82,7 @@ class FederationSettings:
     server_average: AverageRule = 0.0
     robust: Rule = "none"
     robust_bad: Annotated[float, Ge(0), Lt(0.5)] = 0.3
-    robust_bound: Annotated[float, Gt(0)] = 1.0
+    robust_bound: Annotated[float, Gt(0)] = 2.0
     robust_cap: Annotated[float, Ge(1)] = 3.0
     central: bool = False
 

@@ -138,9 +138,9 @@ class FedHarmony(Method):
             neutral: keep the alignment from making scores bolder or more timid: its gradient may
                 reorder the images of a label, but neither shift nor stretch their outputs.
             consensus: the operator A.
-            kappa: "support": a client counts n²/(n + kappa).
-            min_examples: "support": clients with fewer images do not teach.
-            min_support: "support": a label counts on a client when p̂ ≥ max(min_support, 1/(2n)).
+            kappa: "support", "support_trimmed": a client counts n²/(n + kappa).
+            min_examples: likewise: clients with fewer images do not teach.
+            min_support: likewise: a label counts on a client when p̂ ≥ max(min_support, 1/(2n)).
             trim: "trimmed": share of the values cut at each end; "support_trimmed": share of their
                 weight.
             memory: teach from "all_seen" clients or the "last_cohort" only.
@@ -192,11 +192,11 @@ class FedHarmony(Method):
         align_unseen: Literal["include", "mask", "only"] = "include"
         least_teacher: Annotated[float, Ge(0), Lt(1)] = 0.0
         neutral: bool = False
-        consensus: OperatorName = "support"
+        consensus: OperatorName = "support_trimmed"
         kappa: Annotated[float, Ge(0)] = 10.0
         min_examples: Annotated[int, Ge(0)] = 5
         min_support: Annotated[float, Ge(0), Le(1)] = 1e-3
-        trim: Annotated[float, Ge(0), Lt(0.5)] = 0.1
+        trim: Annotated[float, Ge(0), Lt(0.5)] = 0.45
         memory: Literal["all_seen", "last_cohort"] = "all_seen"
         staleness_decay: Annotated[float, Gt(0), Le(1)] = 0.9
         table_mb: Annotated[int, Ge(1)] = 256
