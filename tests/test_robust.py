@@ -126,23 +126,25 @@ def test_the_geometric_median_by_hand():
 
 
 def test_the_same_direction_by_hand():
-    """Directions (1, 0) twice, (0.6, 0.8), (−1, 0), and an update of zero. Their sum (1.6, 0.8) has
-    products 1.6, 1.6, 1.6, −1.6, 0; the median is 1.6, and the first three are kept. Lengths 2, 4
-    and 5: the third is cut to 4. (2 + 4 + 2.4)/3 = 2.8, and 3.2/3.
+    """Directions (1, 0) twice, (0.6, 0.8), (−1, 0), and an update of zero. Cosines of the first
+    with all: 1, 1, 0.6, −1, 0, so its score is 0.6; likewise the second's and, of 0.6, 0.6, 1,
+    −0.6, 0, the third's. The fourth has −0.6, the last 0; the median is 0.6, and the first three
+    are kept. Lengths 2, 4 and 5: the third is cut to 4. (2 + 4 + 2.4)/3 = 2.8, and 3.2/3.
     """
     models = [model(2, 0), model(4, 0), model(3, 4), model(-9, 0), model(0, 0)]
     found = averaged("same_direction", models, [1] * 5, bound=1)
     assert found == pytest.approx([2.8, 3.2 / 3])
 
 
-def test_directions_are_chosen_until_nothing_changes():
-    """Two liars, long and slightly apart, draw the first mean their way; without the first of them
-    the second is left out, too: 5 honest directions at 0°, liars at 100° and 80° from them.
-    """
-    angles = torch.tensor([0.0, 0, 0, 0, 0, 100, 80]).deg2rad().double()
-    updates = torch.stack([angles.cos(), angles.sin()], 1)
-    kept = same_direction(updates @ updates.mT, torch.ones(7, dtype=F64))
-    assert kept.tolist() == [1, 1, 1, 1, 1, 0, 0]
+def test_liars_that_agree_are_still_a_minority():
+    """Nine honest updates, 60° from each other's mean at random, against six that say the same."""
+    honest, _ = draws(9, 50, 0)
+    honest = honest / honest.norm(dim=1, keepdim=True) + 0.8 * torch.eye(50, dtype=F64)[0]
+    liars = -torch.eye(50, dtype=F64)[:1].expand(6, 50)
+    updates = torch.cat([honest, liars])
+    kept = same_direction(updates @ updates.mT, torch.ones(15, dtype=F64))
+    assert kept[:9].sum() >= 7
+    assert not kept[9:].any()
 
 
 def test_nobody_moved_keeps_the_model():

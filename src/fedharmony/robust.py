@@ -11,8 +11,8 @@ u_k = θ_k − θ is a client's update, w_k the weight that the method gives it.
 ``geometric_median``  the point with the smallest Σ w_k ‖θ_k − z‖ (Weiszfeld's iteration)
 ``multi_krum``        mean over the m − f clients whose m − f − 2 nearest others are nearest, with
                       f = ⌈bad · m⌉
-``same_direction``    mean of the updates that point the common way, cut to ``bound`` · median of
-                      their lengths
+``same_direction``    mean of the updates that point the way of most others, cut to ``bound`` ·
+                      median of their lengths
 ====================  ============================================================================
 
 Norm bound: Sun et al., 2019 (arXiv 1911.07963). Median, trimmed mean: Yin et al., ICML 2018 (arXiv
@@ -20,7 +20,7 @@ Norm bound: Sun et al., 2019 (arXiv 1911.07963). Median, trimmed mean: Yin et al
 al., NeurIPS 2017; it chooses clients without looking at weights, and averages the chosen with them.
 The last rule is ours: honest updates of skewed clients differ in many ways, but all point downhill.
 FLTrust (Cao et al., NDSS 2021) compares directions, too, with an update that the server makes from
-data of its own; here the clients' own mean direction takes its place.
+data of its own; here clients are compared with each other.
 
 A weight is a claim, too: under every rule but "none" no client weighs more than ``cap`` times the
 median of its cohort.
@@ -277,13 +277,14 @@ def krum(gram: Tensor, bad: int) -> Tensor:
 
 
 def same_direction(gram: Tensor, weights: Tensor) -> Tensor:
-    """1 for clients whose update points the common way, else 0.
+    """1 for clients whose update points the way of most others, else 0.
 
-    The common way is the weighted mean of the kept updates' directions. Kept is who has at least
-    half of the median client's cosine with it; first all are kept, then it is done over until
-    nothing changes. If nobody moved, everybody is kept.
+    A client's score is the weighted median of the cosines between its update and those of the kept
+    ones, its own included: liars that all say the same are still a minority. Kept is who has at
+    least half of the median score; first all are kept, then it is done over until nothing changes.
+    If nobody agrees with most, everybody is kept.
 
-    >>> updates = torch.tensor([[1.0, 1], [1, 0], [0, 1], [-1, -1], [0, 0]])
+    >>> updates = torch.tensor([[2.0, 1], [1, 0], [1, 1], [-1, -1], [0, 0]])
     >>> same_direction(updates @ updates.mT, torch.ones(5))
     tensor([1., 1., 1., 0., 0.])
     """
@@ -292,9 +293,9 @@ def same_direction(gram: Tensor, weights: Tensor) -> Tensor:
     cosines = gram * scale * scale[:, None]
     kept = torch.ones_like(weights)
     for _ in range(CHOICES):
-        along = cosines @ (weights * kept)  # times one and the same length
-        before, kept = kept, (along > max(0.0, median(along) / 2)).to(weights)
-        if torch.equal(before, kept):
+        score = trimmed(cosines, weights * kept, 0.5)
+        before, kept = kept, (score > max(0.0, median(score) / 2)).to(weights)
+        if torch.equal(before, kept) or not kept.any():
             break
     return kept if bool(kept.any()) else torch.ones_like(kept)
 
