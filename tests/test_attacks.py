@@ -20,7 +20,7 @@ from fedharmony.errors import ConfigError
 from fedharmony.experiments.build import assemble
 from fedharmony.experiments.folder import RunFolder
 from fedharmony.experiments.run import start
-from fedharmony.experiments.settings import load_settings
+from fedharmony.experiments.settings import compose, load_settings
 from fedharmony.transport.attacks import LIES, STRENGTHS, Attack, AttackSettings, Lying
 from fedharmony.types import BUFFERS, PARAMS, Record, Reply
 from toy import Toy, same_bits, split
@@ -208,6 +208,25 @@ def test_lies_pass_the_servers_checks_and_change_the_model(kind: str):
     state, events = toy.run()
     assert not events[0]["failures"]
     assert not same_bits(Record({PARAMS: state.get(PARAMS)}), Record({PARAMS: plain.get(PARAMS)}))
+
+
+def test_a_lie_in_labels_is_told_to_the_client_alone():
+    """The run's data, its split report and its hashes are those of the truth."""
+    changes = [*SMALL, "attack.kind=label_flip", "attack.share=0.25"]
+    lied, honest = (assemble(load_settings("demo", c)) for c in (changes, SMALL))
+    liars = lied.attack.liars
+    assert len(liars) == 2
+    for client, images in lied.clients.items():
+        changed = lied.data.train.labels[images] != honest.data.train.labels[images]
+        assert changed.all() if client in liars else not changed.any()
+    assert lied.bound == honest.bound
+    assert np.array_equal(lied.loaded.train.labels, honest.data.train.labels)
+
+
+def test_attacks_are_written_down_as_they_are_read():
+    settings = load_settings("demo", ["attack.kind=scale", "attack.rounds=[2, 3]"])
+    assert settings.attack.rounds == (2, 3)
+    assert compose(settings.tree()).attack == settings.attack
 
 
 def test_no_attack_adds_nothing():

@@ -116,7 +116,7 @@ def _first_round(
         folder.write_json("environment.json", environment(assembly.device))
         folder.write_json("binding.json", assembly.bound)
         assembly.partition.save(folder["partition.json"])
-        labels, seed = assembly.data.train.labels, settings.split.common.seed
+        labels, seed = assembly.loaded.train.labels, settings.split.common.seed
         report = split_report(labels, assembly.partition, seed)
         folder.write_json("split_report.json", report.as_dict())
         log = EventLog(folder.events)
