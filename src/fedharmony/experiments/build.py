@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Mapping
-from dataclasses import dataclass, replace
+from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import Any, Protocol
 
@@ -66,7 +66,7 @@ class Assembly:
     means: Means
     bound: Binding
     for_thresholds: LabelledImages | None = None
-    attack: Attack = Attack()
+    attack: Attack = field(default_factory=Attack)
 
     @property
     def settings(self) -> Settings:
