@@ -30,7 +30,7 @@ from fedharmony.correlation import (
 from fedharmony.types import Record, Reply
 
 F64 = torch.float64
-OPERATORS = ["mean", "size", "support", "pooled", "median", "trimmed"]
+OPERATORS = ["mean", "size", "support", "pooled", "median", "trimmed", "support_trimmed"]
 WEIGHTED = OPERATORS[:4]
 quick = settings(deadline=None, max_examples=40, derandomize=True)
 
@@ -83,7 +83,8 @@ class Table:
 
     def rows(self, operator: str, **options: float) -> Rows:
         # Only "support" asks which labels are predicted, and only "pooled" how often.
-        marginals = self.supports.double() if operator == "support" else self.moments.marginal
+        asks = operator.startswith("support")
+        marginals = self.supports.double() if asks else self.moments.marginal
         return Rows(
             pack_upper(self.matrices),
             operator,
@@ -111,6 +112,17 @@ def make_table(clients: int, classes: int, seed: int, ties: bool = False) -> Tab
         draw(clients, classes) < 0.6,
         (20 * draw(clients) ** 2).long(),
     )
+
+
+def trimmed_weights(values: list[float], weights: list[float], trim: float) -> np.ndarray:
+    """What is left of each weight when the part ``trim`` of all is cut from either end."""
+    left, total = np.array(weights), sum(weights)
+    for order in (np.argsort(values), np.argsort(values)[::-1]):
+        to_cut = trim * total
+        for j in order:
+            cut = min(left[j], to_cut)
+            left[j], to_cut = left[j] - cut, to_cut - cut
+    return left
 
 
 def recompute(
@@ -141,13 +153,16 @@ def recompute(
             elif operator == "trimmed":
                 told, value = bool(values), trim_mean(values, trim) if values else 0
             else:
+                by_support = operator.startswith("support")
                 weights = [
-                    weight[operator][j]
-                    if operator != "support" or (table.supports[j, c] and table.supports[j, d])
+                    weight["support" if by_support else operator][j]
+                    if not by_support or (table.supports[j, c] and table.supports[j, d])
                     else 0.0
                     for j in keep
                 ]
                 told = sum(weights) > 0
+                if operator == "support_trimmed":
+                    weights = trimmed_weights(values, weights, trim) if told else weights
                 value = np.average(values, weights=weights) if told else 0
             matrix[c, d], known[c, d] = value, told
     return matrix, known
@@ -215,6 +230,30 @@ def test_weights_by_hand():
     matrix, known = result.without(1)
     assert known.tolist() == [[False, False], [False, True]]
     assert matrix.tolist() == [[0, 0], [0, pytest.approx(0.7, abs=1e-15)]]
+
+
+def test_trimmed_weights_by_hand():
+    """Entry (0, 1): 0.1, 0.3, 0.5, 1.0 from 5, 10, 10, 5 images, which are the weights with κ = 0.
+
+    A quarter of 30 is 7.5: cut are the first and 2.5 of the second below, the last and 2.5 of the
+    third above; (7.5·0.3 + 7.5·0.5)/15 = 0.4.
+    Without the last: 5, 10, 10, a quarter of 25 is 6.25: (8.75·0.3 + 3.75·0.5)/12.5 = 0.36.
+    """
+    upper = torch.tensor([0.1, 0.3, 0.5, 1.0], dtype=F64)[:, None].expand(4, 3)
+    examples = torch.tensor([5, 10, 10, 5])
+    table = Rows(upper, "support_trimmed", examples=examples, kappa=0, trim=0.25)
+    assert table.full().matrix[0, 1].item() == pytest.approx(0.4)
+    assert table.without(3).matrix[0, 1].item() == pytest.approx(0.36)
+
+
+def test_two_liars_of_seven_do_not_reach_a_trimmed_consensus():
+    """Five honest clients say −0.1 … 0.1; whatever two liars say, the teacher stays among them."""
+    honest = torch.linspace(-0.1, 0.1, 5, dtype=F64)
+    for lies in ([1.0, 1.0], [-1.0, -1.0], [-1.0, 1.0]):
+        upper = torch.cat([honest, torch.tensor(lies, dtype=F64)])[:, None].expand(7, 3)
+        matrix = Rows(upper, "support_trimmed", trim=0.35).without(0).matrix
+        assert matrix.abs().max() <= 0.1
+        assert Rows(upper, "support").without(0).matrix.abs().max() > 0.2 or sum(lies) == 0
 
 
 @pytest.mark.parametrize(("eps", "clamp"), [(1e-6, 1e-4), (0.0, 0.2)])
@@ -359,7 +398,9 @@ def test_many_clients(operator):
         marginals=torch.full((clients, 4), 0.5),
     )
     rest = values[1:].numpy()
-    expected = {"median": np.median, "trimmed": lambda x: trim_mean(x, 0.1)}.get(operator, np.mean)
+    cut = {"trimmed", "support_trimmed"}
+    expected = {"median": np.median, **dict.fromkeys(cut, lambda x: trim_mean(x, 0.1))}
+    expected = expected.get(operator, np.mean)
     assert result.without(0)[0][0, 1].item() == pytest.approx(expected(rest), abs=1e-9)
 
 
@@ -528,6 +569,8 @@ def test_what_does_not_fit_is_folded():
         ("size", (30 * 0.2 + 10 * 0.8) / 40),
         # 30²/(30 + 10) = 22.5 and 10²/20 = 5
         ("support", (22.5 * 0.2 + 5 * 0.8) / 27.5),
+        # a tenth of 27.5 is 2.75, cut on either side
+        ("support_trimmed", (19.75 * 0.2 + 2.25 * 0.8) / 22),
     ],
 )
 def test_entries_count_by_the_images_behind_them(operator, expected):

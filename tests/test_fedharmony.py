@@ -357,13 +357,25 @@ def test_teacher_leaves_the_client_out() -> None:
     """Weights n²/(n+10): 30 → 22.5, 10 → 5, 20 → 13.333. Client 0 is taught by 1 and 2 alone:
     R01 = (5·0.3 + 13.333·0.6) / 18.333 = 0.51818. Client 9, not in the table, by all three:
     (22.5·0.1 + 1.5 + 8) / 40.833 = 0.28776."""
-    harmony = method()
+    harmony = method(consensus="support")
     table = [reply(k, n, matrix(r, 0, 0)) for k, n, r in [(0, 30, 0.1), (1, 10, 0.3), (2, 20, 0.6)]]
     state = state_after(harmony, table)
     sent = harmony.broadcast(state, 1, [0, 9])
     assert sent[0].get(TEACHER)["matrix"][0, 1].item() == pytest.approx(0.518182, abs=1e-6)
     assert sent[9].get(TEACHER)["matrix"][0, 1].item() == pytest.approx(0.287755, abs=1e-6)
     assert sent[0].get(PARAMS) is sent[9].get(PARAMS)  # the model travels by reference
+
+
+def test_by_default_one_liar_does_not_move_the_teacher() -> None:
+    """Four clients of 20 images say 0.1, 0.2, 0.3 and, lying, 1. For the first, 0.45 of the weight
+    of 0.2, 0.3, 1 is cut at either end: 0.3 is left. For client 9 a twentieth of all on both sides
+    of the middle: (0.2 + 0.3)/2."""
+    harmony = method()
+    told = [(0, 0.1), (1, 0.2), (2, 0.3), (3, 1.0)]
+    state = state_after(harmony, [reply(k, 20, matrix(r, 0, 0)) for k, r in told])
+    sent = harmony.broadcast(state, 1, [0, 9])
+    taught = [sent[k].get(TEACHER)["matrix"][0, 1].item() for k in (0, 9)]
+    assert taught == pytest.approx([0.3, 0.25], abs=1e-6)
 
 
 def test_a_table_in_any_order_leaves_the_right_client_out() -> None:
@@ -378,7 +390,7 @@ def test_a_table_in_any_order_leaves_the_right_client_out() -> None:
 
 def test_stale_matrices_fade() -> None:
     """Client 1 was heard two rounds before client 2: weight 5 · 0.9² against 13.333 · 0.9⁰."""
-    harmony = method()
+    harmony = method(consensus="support")
     state = state_after(harmony, [reply(0, 30, matrix(0, 0, 0)), reply(1, 10, matrix(0.3, 0, 0))])
     sent = harmony.broadcast(state, 2, [2])
     state = harmony.aggregate(state, 2, sent, iter([reply(2, 20, matrix(0.6, 0, 0))])).state
@@ -687,7 +699,7 @@ WEIGHTED = ("mean", "size", "support", "pooled")
 
 
 def limited(capacity: int, **settings: Any) -> FedHarmony:
-    harmony = method(**settings)
+    harmony = method(**{"consensus": "support", **settings})  # which has sums to fold into
     harmony.capacity = capacity
     return harmony
 

@@ -15,7 +15,7 @@ PACKAGE = Path(fedharmony.__file__).parent
 #: Layers from left to right; modules of one layer may import each other.
 LAYERS = [
     {"types", "errors", "files", "reading", "terminal", "rng", "registry", "config"},
-    {"correlation", "alignment", "clusters", "consensus", "losses", "aggregate"},
+    {"correlation", "alignment", "clusters", "consensus", "losses", "aggregate", "robust"},
     {"data"},
     {"partition"},
     {"models"},

@@ -11,6 +11,7 @@ import sys
 import time
 import tomllib
 from pathlib import Path
+from typing import Any, cast
 
 import pytest
 import torch
@@ -18,9 +19,10 @@ from rich.console import Console
 from typer.testing import CliRunner
 
 from fedharmony.cli import app
+from fedharmony.data.base import DataSet
 from fedharmony.errors import ConfigError
 from fedharmony.experiments import jobs
-from fedharmony.experiments.compare import plan
+from fedharmony.experiments.compare import plan, rehearse
 from fedharmony.experiments.jobs import Workers
 from fedharmony.experiments.run import start
 from fedharmony.experiments.settings import load_settings
@@ -157,6 +159,35 @@ def test_devices_are_checked_first(tmp_path: Path) -> None:
     result = CliRunner().invoke(app, [*command, "--out", str(tmp_path / "out")])
     assert "names 2 devices for --jobs 1" in str(result.exception)
     assert not (tmp_path / "out").exists()
+
+
+def test_a_worker_loads_data_once_and_never_takes_others(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Runs of a sweep may differ in their data: the third has 60 training images, not 90."""
+    loads: list[int] = []
+
+    def counted(runs: Any, observe: Any) -> DataSet:
+        data = rehearse(runs, observe)
+        loads.append(len(data.train))
+        return data
+
+    class Pipe:
+        def send(self, message: tuple[str, Any]) -> None:
+            sent.append(message)
+
+    monkeypatch.setattr(jobs, "rehearse", counted)
+    sent: list[Any] = []
+    held: dict[str, DataSet] = {}
+    for number, size in enumerate((90, 90, 60)):
+        settings = load_settings("demo", [*SMALL, f"data.train={size}", "run.rounds=1"])
+        order = jobs._Order(tmp_path / str(number), settings.with_run("fedavg").tree(), "cpu")
+        jobs._carry_out(order, cast(Any, Pipe()), held)
+    assert [kind for kind, _ in sent if kind != "event"] == ["done"] * 3
+    starts = [content for kind, content in sent if kind == "event" and content["event"] == "start"]
+    assert [event["train_images"] for event in starts] == [90, 90, 60]
+    assert loads == [90, 60]
+    assert len(held) == 1
 
 
 def test_devices_take_turns(monkeypatch: pytest.MonkeyPatch) -> None:

@@ -347,6 +347,14 @@ def test_the_reference_is_checked(compared: Path, tmp_path: Path) -> None:
     assert not (tmp_path / "c").exists()
 
 
+def test_report_prints_differences_where_they_are_asked_for(compared: Path, tmp_path: Path) -> None:
+    out = ["--out", str(tmp_path / "page.html")]
+    asked = CliRunner().invoke(app, ["report", str(compared), "--against", "fedavg", *out])
+    assert asked.exit_code == 0
+    assert "Difference to fedavg, in points" in asked.output
+    assert CliRunner().invoke(app, ["report", str(compared), *out]).output.count("\n") == 1
+
+
 def test_a_comparison_remembers_its_reference(tmp_path: Path) -> None:
     folder = write_comparison(tmp_path / "c", seeds=(0,))
     plan = json.loads((folder / "comparison.json").read_text())

@@ -294,13 +294,6 @@ def test_init_writes_what_load_reads(tmp_path: Path) -> None:
     assert "exists already" in refuse(tmp_path, *words, "--out", str(file))
 
 
-def test_the_relay_needs_no_torch() -> None:
-    pytest.importorskip("flwr")
-    code = "import sys, fedharmony.flower.client_app; print('torch' in sys.modules)"
-    done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=True)
-    assert done.stdout.strip() == "False"
-
-
 def test_what_a_relay_imports_of_a_site_needs_no_torch() -> None:
     code = "import sys, fedharmony.site.parcel; print('torch' in sys.modules)"
     done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=True)

@@ -34,6 +34,7 @@ def home(tmp_path_factory: pytest.TempPathFactory) -> Any:
         folder = tmp_path_factory.mktemp("sites")
         patch.setenv("FEDHARMONY_CACHE", str(folder / "cache"))
         patch.setattr(transport, "POLL_S", 0.0)
+        patch.setattr(transport, "AGAIN_S", 0.0)
         threads = torch.get_num_threads()
         yield folder, draw_sites(folder / "data")
         torch.set_num_threads(threads)
@@ -90,7 +91,7 @@ def test_a_run_cut_short_goes_on_to_the_same_bits(home: Any, tmp_path: Path, whe
 
 def test_a_site_forgets_what_the_server_never_heard(home: Any, tmp_path: Path) -> None:
     """One site trains in round 1 and its answer is lost: it has not taken part, here as there."""
-    changes = ["run.method=fedcurv", "federation.cohort=3", "federation.max_failures=0.5"]
+    changes = ["run.method=fedcurv", "federation.cohort=3", "methods.fedcurv.policy=memory"]
     settings = settings_of(home, *changes)
 
     def lost(post: Memory, delivered: bool) -> Any:
@@ -191,6 +192,29 @@ def test_a_model_is_packed_once_for_all_sites(home: Any, tmp_path: Path) -> None
     asked = [p for _, p in post.log if p.kind == "stage" and p.words["round"] == 2]
     assert len({id(p.parts["params"]) for p in asked}) == 1
     assert len(asked) == 3
+
+
+def test_a_worker_that_is_not_up_yet_is_waited_for(home: Any, tmp_path: Path) -> None:
+    post, asked = Memory(workers(home[0] / "data")), 0
+    ada = post.sites[1000][1]
+
+    def late(question: Parcel) -> Parcel:
+        nonlocal asked
+        asked += question.kind == "enrol"
+        return ada.answer(question) if asked > 2 else Parcel("failed", {"reason": "not there"})
+
+    post.instead[1000] = late
+    server.start(settings_of(home), RunFolder(tmp_path / "run"), nobody, post, TERMS)
+    assert asked == 3
+
+
+def test_too_few_sites_are_an_error_that_says_why(home: Any, tmp_path: Path) -> None:
+    post = Memory(workers(home[0] / "data"))
+    post.offline = {1000}
+    post.instead[1001] = lambda question: "Flower says: gone (5)"
+    terms = Terms(sites=3, wait_s=0.0)
+    with pytest.raises(ClientLimitError, match=r"1 of the 3 .* \(cy\): site ben: Flower says"):
+        server.start(settings_of(home), RunFolder(tmp_path / "run"), nobody, post, terms)
 
 
 # -- refused before round 0 -----------------------------------------------------------------------

@@ -119,6 +119,7 @@ class Toy:
             optimiser=self.optimiser,
             loss=self.loss,
             average=self.federation.average,
+            robust=self.federation.averaging,
             unknown_labels=self.data.known is not None,
         )
         cls = self.method_class or methods[self.name]

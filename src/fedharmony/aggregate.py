@@ -69,19 +69,28 @@ class RunningMean:
 
 
 class ModelMean:
-    """Running mean of the model part of replies: parameters and buffers by the same weights."""
+    """Running mean of the model part of replies: parameters and buffers.
+
+    All methods average models through this class, or through one with its three functions that
+    bears lies (``robust.py``): :meth:`Method.model_mean <fedharmony.methods.base.Method>` says
+    which.
+    """
 
     def __init__(self) -> None:
         self.clients = 0
         self._means = {PARAMS: RunningMean(), BUFFERS: RunningMean()}
 
-    def add(self, record: Record, weight: float) -> None:
-        """Fold one client's model in."""
+    def add(self, record: Record, weight: float, buffers: float | None = None) -> None:
+        """Fold one client's model in; its buffers by a weight of their own, if there is one."""
         self.clients += 1
-        for group, mean in self._means.items():
-            mean.add(record.get(group), weight)
+        self._means[PARAMS].add(record.get(PARAMS), weight)
+        self._means[BUFFERS].add(record.get(BUFFERS), weight if buffers is None else buffers)
 
-    def update(self, state: Record) -> Record:
+    def means(self, exact: bool = False) -> dict[str, Mapping[str, Tensor]]:
+        """The mean of both groups; ``exact`` leaves that of parameters in float64."""
+        return {group: m.result(exact and group == PARAMS) for group, m in self._means.items()}
+
+    def update(self, state: Record, exact: bool = False) -> Record:
         """``state`` with its model replaced by the mean; unchanged when nobody was folded in.
 
         Whole numbers (counters among the buffers) keep the server's value: they have no mean.
@@ -89,9 +98,8 @@ class ModelMean:
         if not self.clients:
             return state
         groups: dict[str, Mapping[str, Tensor]] = {}
-        for group, mean in self._means.items():
+        for group, found in self.means(exact).items():
             before = state.get(group)
-            found = mean.result()
             if isinstance(found, Packed) and found.keys() == before.keys():
                 groups[group] = found
                 continue

@@ -700,11 +700,16 @@ def report(
 
     Example: `fedharmony report runs/a runs/b --out both.html`
     """
+    from fedharmony.report.differences import differences
     from fedharmony.report.load import load
     from fedharmony.report.page import write_report
 
     load_plugins(plugin or ())
-    say(write_report(load(folders, against), out))
+    runs = load(folders, against)
+    say(write_report(runs, out))
+    found = differences(runs) if against is not None else None
+    if found is not None:
+        console().print(found.to_rich())
 
 
 @app.command(name="list")

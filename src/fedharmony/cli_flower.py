@@ -59,18 +59,21 @@ def certs(
 
 @flower_app.command()
 def up(
-    host: Annotated[str, typer.Option(help="Address to listen at.")] = "127.0.0.1",
-    port: Annotated[int, typer.Option(min=1, max=65535)] = 8443,
+    host: Annotated[str, typer.Option(help="Address where sites reach the gate.")] = "127.0.0.1",
+    port: Annotated[int, typer.Option(min=1, max=65535, help="Port of the gate.")] = 8443,
+    control_port: Annotated[
+        int, typer.Option(min=1, max=65535, help="The SuperLink's own port, on 127.0.0.1.")
+    ] = 8444,
     home: Home = HOME,
 ) -> None:
-    """Start the SuperLink, with TLS, keys of sites, and a database; it stays in the background.
+    """Start a SuperLink with TLS, keys of sites and a database, and a gate; both stay up.
 
-    Whoever reaches its port and trusts its certificate can submit code to every site's relay: let
-    only `/v1/fleet/` out, as docs/deployment.md says.
+    The gate lets sites reach the Fleet API alone. Whoever reaches the SuperLink's own port can
+    submit code to every site's relay; it listens at 127.0.0.1 only.
     """
     link = _link(home)
-    link.up(host, port)
-    say(f"The SuperLink answers at {link.address}. End it with 'fedharmony flower down'.")
+    link.up(host, port, control_port)
+    say(f"Sites reach the SuperLink at {link.address}. End it with 'fedharmony flower down'.")
 
 
 @flower_app.command()
@@ -96,7 +99,7 @@ def register(
 def status(home: Home = HOME) -> None:
     """Say where the SuperLink is, and which sites are online."""
     link = _link(home)
-    say(f"SuperLink at {link.address}, process {link.pid}.")
+    say(f"Sites reach the SuperLink, process {link.pid}, at {link.address}.")
     table = Table("site", "status", "last came online", box=None, pad_edge=False)
     for site in link.sites():
         table.add_row(*site)

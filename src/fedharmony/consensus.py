@@ -1,23 +1,28 @@
 """Consensus correlations: the teacher R*_k of a client, made of the matrices of all others.
 
 The paper (arXiv 2604.28024, Eq. (3)) asks for a leave-one-out consensus
-``R*_k = A({R_j}, j != k)`` and leaves the operator A open. Six are here:
+``R*_k = A({R_j}, j != k)`` and leaves the operator A open. Seven are here:
 
-============  ====================================================================================
-``mean``      every client counts the same
-``size``      weight n_j, its number of images
-``support``   weight n_j²/(n_j + κ), none below ``min_examples`` images; an entry (c, c') is taken
-              only from clients that predict both labels
-``pooled``    weight n_j for the moments p̂_c and p̂_cc'; one φ matrix is formed from the pool
-``median``    median of each entry, all clients alike
-``trimmed``   mean of each entry without its smallest and largest values, all clients alike
-============  ====================================================================================
+===================  =============================================================================
+``mean``             every client counts the same
+``size``             weight n_j, its number of images
+``support``          weight n_j²/(n_j + κ), none below ``min_examples`` images; an entry (c, c') is
+                     taken only from clients that predict both labels
+``support_trimmed``  the same weights; of each entry's sorted values the part ``trim`` of the weight
+                     is cut at either end
+``pooled``           weight n_j for the moments p̂_c and p̂_cc'; one φ matrix is formed from the pool
+``median``           median of each entry, all clients alike
+``trimmed``          mean of each entry without its smallest and largest values, all clients alike
+===================  =============================================================================
+
+The last two and ``support_trimmed`` bear clients that lie: what a few of them send does not reach
+the middle of the values.
 
 Where labels are unknown, a client tells how many images each entry stands on; these numbers take
-the place of n_j (``mean`` counts who has any). Only the first three have a form for that.
+the place of n_j (``mean`` counts who has any). Only the first four have a form for that.
 
-A matrix that is ``age`` rounds old counts ``decay ** age`` times its weight; the two order
-statistics have no weights.
+A matrix that is ``age`` rounds old counts ``decay ** age`` times its weight; ``median`` and
+``trimmed`` have no weights.
 
 All teachers of a round cost one pass over the clients and O(C²) each. Matrices come and are kept as
 upper triangles (see :func:`fedharmony.correlation.pack_upper`), so a consensus is symmetric. It is
@@ -48,10 +53,12 @@ from fedharmony.correlation import (
 )
 from fedharmony.types import Reply, Tensors
 
-OperatorName: TypeAlias = Literal["mean", "size", "support", "pooled", "median", "trimmed"]
+OperatorName: TypeAlias = Literal[
+    "mean", "size", "support", "support_trimmed", "pooled", "median", "trimmed"
+]
 #: Operators that can be kept as running sums, and those that can leave out single entries.
 WEIGHTED = ("mean", "size", "support", "pooled")
-BY_ENTRY = ("mean", "size", "support")
+BY_ENTRY = ("mean", "size", "support", "support_trimmed")
 
 CORRELATION = "correlation"  # reply: R_k (upper triangle), p̂_k, and what share of images is known
 TABLE = "table"  # state: the last (R_j, p̂_j, n_j, t_j) of the clients heard
@@ -72,7 +79,8 @@ class Operator:
         min_examples: clients (or entries) with fewer images have no part in ``support``.
         min_support: ``support``: a label counts on a client when p̂ >= max(min_support, 1/(2n)).
         decay: factor of the weight for each round of age.
-        trim: part of the values dropped at either end by ``trimmed``.
+        trim: part of the values (``trimmed``) or of their weight (``support_trimmed``) that is
+            dropped at either end.
         eps: of Eq. (2), for ``pooled``: as the matrices were made.
         clamp: of Eq. (2), for ``pooled``: as the matrices were made.
     """
@@ -85,6 +93,11 @@ class Operator:
     trim: float = 0.1
     eps: float = EPS
     clamp: float = CLAMP
+
+    @property
+    def by_support(self) -> bool:
+        """Whether an entry is weighed by what stands behind it."""
+        return self.name in ("support", "support_trimmed")
 
 
 class Agreement(NamedTuple):
@@ -186,9 +199,11 @@ class CorrelationTable:
             round: The round, which says how old the rows are.
             dtype: Of the clients' matrices, which are rounded at the very end.
         """
-        consensus: _Weighted | _Middle
+        consensus: _Weighted | _Middle | _WeightedMiddle
         if self.operator.name in WEIGHTED:
             consensus = _Weighted(self, self.rows, round)
+        elif self.operator.by_support:
+            consensus = _WeightedMiddle(self, round)
         else:
             consensus = _Middle(self)
         common = consensus.everybody()
@@ -249,7 +264,7 @@ class _Weighted:
         else:
             pairs, name = len(table.triangle), self.operator.name
             width = pairs + table.classes if name == "pooled" else pairs
-            entries = pairs if table.unknown_labels or name == "support" else 1
+            entries = pairs if table.unknown_labels or self.operator.by_support else 1
             self.total, self.weight = (
                 torch.zeros(size, dtype=torch.float64, device=table.device)
                 for size in (width, entries)
@@ -269,13 +284,13 @@ class _Weighted:
         values, weights = rows["upper"].double(), images.double()
         if operator.name == "mean":
             weights = (weights > 0).double()
-        elif operator.name == "support":
+        elif operator.by_support:
             enough = weights >= max(1, operator.min_examples)
             weights = torch.where(enough, weights.square() / (weights + operator.kappa), 0)
         weights = weights * operator.decay ** self.table.age(rows["round"], self.round).unsqueeze(
             -1
         )
-        if operator.name == "support":
+        if operator.by_support:
             # Nothing is at least half of one image of none: 0.5 / 0 is infinite.
             predicted = rows["marginal"] >= (0.5 / own).clamp(min=operator.min_support)
             first, second = triangle.ends(predicted)
@@ -363,6 +378,67 @@ class _Middle:
         mean = middle / self.others if self.others else torch.zeros_like(middle)
         matrix = self.table.triangle.square(mean.clamp(-1, 1).to(dtype))
         return Agreement(matrix, torch.full_like(matrix, self.others > 0, dtype=torch.bool))
+
+
+class _WeightedMiddle:
+    """Weighted mean of the middle of each entry; ``trim`` of the weight is cut at either end.
+
+    Sorted values x with weights w are one step function of the weight q that lies below, and S(q)
+    is its integral from 0. The middle is ``(S(W − tW) − S(tW)) / (W − 2tW)`` of the total weight W.
+    Without a client, whose weight w_k has A_k below it, the integral is S(q) up to A_k, and
+    ``S(q + w_k) − w_k x_k`` above: a search among the sorted values for each of its entries.
+
+    The sorted values, their sums and the sums of their weights (with a zero before them, and
+    without) are kept: in float64, eight times the memory of the clients' matrices.
+    """
+
+    def __init__(self, table: CorrelationTable, round: int) -> None:
+        self.sums = _Weighted(table, table.rows, round)
+        values, weights = self.sums.terms(table.rows)
+        self.ordered, order = values.mT.contiguous().sort(-1)
+        weights = weights.mT.contiguous().gather(-1, order)
+        start = torch.zeros_like(weights[:, :1])
+        self.ends = weights.cumsum(-1)
+        self.upto = torch.cat([start, self.ends], -1)
+        self.integral = torch.cat([start, (self.ordered * weights).cumsum(-1)], -1)
+
+    def everybody(self) -> Agreement:
+        """The consensus of all clients of the table."""
+        nobody = torch.zeros_like(self.upto[:, :1])
+        mean = self._middle(nobody, nobody)
+        return self._agreement(mean.mT, self.sums.weight.unsqueeze(0) > 0, torch.float64, 0)
+
+    def without(self, rows: Mapping[str, Tensor], dtype: torch.dtype) -> Agreement:
+        """For each of these clients the consensus of all others, (m, C, C)."""
+        values, weights = self.sums.terms(rows)
+        known = self.sums.weight - weights > _FADED * self.sums.weight
+        mean = self._middle(values.mT.contiguous(), weights.mT.contiguous())
+        return self._agreement(mean.mT, known, dtype)
+
+    def _middle(self, own: Tensor, weight: Tensor) -> Tensor:
+        """The middle without values ``own`` and their weights, (pairs, m) each."""
+        trim, rest = self.sums.operator.trim, self.upto[:, -1:] - weight
+        below = self.upto.gather(-1, torch.searchsorted(self.ordered, own))
+
+        def integral(q: Tensor) -> Tensor:
+            passed = q > below
+            q = torch.where(passed, q + weight, q)
+            place = torch.searchsorted(self.ends, q)
+            place = place.clamp(max=self.ordered.shape[-1] - 1)
+            beyond = (q - self.upto.gather(-1, place)) * self.ordered.gather(-1, place)
+            return self.integral.gather(-1, place) + beyond - torch.where(passed, weight * own, 0)
+
+        middle = integral((1 - trim) * rest) - integral(trim * rest)
+        return middle / torch.where(rest > 0, (1 - 2 * trim) * rest, 1)
+
+    def _agreement(
+        self, mean: Tensor, known: Tensor, dtype: torch.dtype, row: int | None = None
+    ) -> Agreement:
+        """Means and known entries (m, pairs) as matrices (m, C, C), or one of them."""
+        triangle = self.sums.table.triangle
+        matrix = triangle.square(torch.where(known, mean, 0).clamp(-1, 1).to(dtype))
+        squares = Agreement(matrix, triangle.square(known))
+        return squares if row is None else Agreement(squares.matrix[row], squares.known[row])
 
 
 def _select(rows: Mapping[str, Tensor], chosen: Tensor | slice) -> Tensors:

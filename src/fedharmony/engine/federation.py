@@ -23,6 +23,7 @@ from fedharmony.engine.sampling import drops_out
 from fedharmony.engine.server_average import ServerAverage
 from fedharmony.errors import ClientLimitError
 from fedharmony.methods.base import Method, Stage
+from fedharmony.robust import Robust, Rule
 from fedharmony.transport.base import Transport
 from fedharmony.types import BUFFERS, LARGEST, PARAMS, Failure, Form, Packed, Record, Reply
 
@@ -58,6 +59,13 @@ class FederationSettings:
             models, ``s ← e s + (1 − e) θ`` with e = min(this, t/(t + 3)); clients go on from θ.
             "adaptive" finds e: up to 0.9 for a model that jitters, 0 for one that still travels.
             "last:K" is the plain mean of the last K models. 0 averages nothing.
+        robust: how models are averaged where clients may lie (``robust.py``): "none" is the mean;
+            "norm_bound", "median", "trimmed_mean", "geometric_median", "multi_krum",
+            "same_direction".
+        robust_bad: share of a cohort that may lie: what "trimmed_mean" cuts at either end, and
+            "multi_krum" leaves out.
+        robust_bound: "norm_bound", "same_direction": longest update, in medians of their lengths.
+        robust_cap: largest weight of a client, in medians of its cohort's weights; not for "none".
         central: one party trains, on all images with all their labels; a round sees as many images
             as the cohort would have trained on. For "fedavg" only.
     """
@@ -72,7 +80,17 @@ class FederationSettings:
     head_ridge: Annotated[float, Gt(0), Le(1e6)] = 0.01
     head_clients: Annotated[int, Ge(1)] | Literal["all", "cohort"] = "all"
     server_average: AverageRule = 0.0
+    robust: Rule = "none"
+    robust_bad: Annotated[float, Ge(0), Lt(0.5)] = 0.3
+    robust_bound: Annotated[float, Gt(0)] = 2.0
+    robust_cap: Annotated[float, Ge(1)] = 3.0
     central: bool = False
+
+    @property
+    def averaging(self) -> Robust:
+        """How models are averaged; one party that trains in one place is believed."""
+        rule = "none" if self.central else self.robust
+        return Robust(rule, self.robust_bad, self.robust_bound, self.robust_cap)
 
 
 @dataclass

@@ -27,7 +27,7 @@ arXiv 2602.01186).
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 
 import torch
@@ -35,6 +35,7 @@ from torch import Tensor
 
 from fedharmony.correlation import pack_upper, unpack_upper
 from fedharmony.engine.federation import FederationSettings
+from fedharmony.engine.head_trust import trusted
 from fedharmony.errors import ConfigError
 from fedharmony.losses import Batch
 from fedharmony.methods.base import Method, Outcome, Stage, Sweep
@@ -151,10 +152,18 @@ class HeadStart:
     def aggregate(
         self, state: Record, round: int, sent: Mapping[int, Record], replies: Iterator[Reply]
     ) -> Outcome:
-        """Add the sums up, one client at a time, and put the solved head into the model."""
+        """Add the sums up, one client at a time, and put the solved head into the model.
+
+        Where clients may lie (``federation.robust``), only sums that are believed.
+        """
         total: Tensors = {}
-        for reply in replies:
-            for name, tensor in reply.record.get(SUMS).items():
+        all_sums: Iterable[Mapping[str, Tensor]] = (reply.record.get(SUMS) for reply in replies)
+        if self.method.task.robust.rule != "none":
+            heard = list(replies)
+            own = [reply.record.get(SUMS) for reply in heard]
+            all_sums = trusted(own, [reply.examples for reply in heard], self.ridge)
+        for sums in all_sums:
+            for name, tensor in sums.items():
                 total[name] = total[name] + tensor if name in total else tensor
         if not total:
             return Outcome(state)

@@ -25,6 +25,7 @@ from fedharmony.experiments.settings import CENTRAL_METHOD, Settings
 from fedharmony.methods.base import Method, Stage, Task, methods
 from fedharmony.models.base import Backbone, FeatureSpec, InputSpec, Model, models
 from fedharmony.rng import torch_rng
+from fedharmony.robust import Robust
 from fedharmony.transport.base import Transport
 from fedharmony.types import FROZEN, Record, Tensors
 
@@ -140,10 +141,16 @@ def blueprint(settings: Settings, facts: Facts) -> Blueprint:
     model = make_model(settings, backbone, method)
     holders = sum(size > 0 for size in facts.sizes.values())
     cohort = cohort_size(holders, federation.participation, federation.cohort)
+    refuse_small_cohort(federation.averaging, cohort)
     schedule = Schedule(facts.sizes, run.rounds, cohort, federation.sampling, run.seed)
     first = opening(method, model.head, settings.taking_part)
     if not federation.central:
         return Blueprint(settings, facts, model, method, schedule, first)
+    if settings.attack.kind != "none":
+        raise ConfigError(
+            f"federation.central = true trains in one place, where nobody lies, and attack.kind = "
+            f"{settings.attack.kind!r}. Remove one of the two."
+        )
     if settings.method_name != CENTRAL_METHOD:
         raise ConfigError(
             f"federation.central = true trains in one place, where {settings.method_name!r} has no "
@@ -155,11 +162,23 @@ def blueprint(settings: Settings, facts: Facts) -> Blueprint:
     return Blueprint(settings, facts, model, method, rounds, first, counts)
 
 
+def refuse_small_cohort(robust: Robust, cohort: int) -> None:
+    """Refuse a rule of averaging that needs more clients than take part in a round."""
+    if cohort < robust.needs(cohort):
+        raise ConfigError(
+            f"federation.robust = {robust.rule!r} with robust_bad = {robust.bad:g} needs at least "
+            f"{robust.needs(cohort)} clients per round (2f + 3 for f = "
+            f"{math.ceil(robust.bad * cohort)} liars), and {cohort} take part. Raise "
+            "federation.cohort or federation.participation, lower federation.robust_bad, or use "
+            "another rule."
+        )
+
+
 def make_method(
     settings: Settings, config: Method.Config, facts: Facts, backbone: Backbone
 ) -> Method:
     """The chosen method with its own settings ``config``, for a task."""
-    run, train = settings.run, settings.training
+    run, train, federation = settings.run, settings.training, settings.federation
     task = Task(
         classes=len(facts.classes),
         clients=len(facts.sizes),
@@ -174,11 +193,12 @@ def make_method(
         schedule=train.schedule,
         loss=settings.loss,
         labels=facts.classes,
-        average=settings.federation.average,
+        average=federation.average,
         mean=backbone.mean,
         std=backbone.std,
         pixels=isinstance(facts.input, InputSpec),
         unknown_labels=facts.unknown_labels,
+        robust=federation.averaging,
     )
     return methods[settings.method_name](config, task)
 

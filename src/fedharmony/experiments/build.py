@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Mapping
-from dataclasses import dataclass, replace
+from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import Any, Protocol
 
@@ -31,6 +31,7 @@ from fedharmony.partition.annotation import client_known
 from fedharmony.partition.base import Partition, splitters
 from fedharmony.partition.feature_skew import feature_skew, skewed_images
 from fedharmony.rng import numpy_rng
+from fedharmony.transport.attacks import Attack
 from fedharmony.transport.base import Transport
 from fedharmony.transport.inprocess import InProcess
 from fedharmony.transport.processes import Processes, crew, join
@@ -52,6 +53,7 @@ class Assembly:
         for_thresholds: images held out to choose each label's threshold on, if any are.
         device: where to compute.
         means: how to compute.
+        attack: which clients lie.
         bound: the hashes of all this.
     """
 
@@ -64,6 +66,7 @@ class Assembly:
     means: Means
     bound: Binding
     for_thresholds: LabelledImages | None = None
+    attack: Attack = field(default_factory=Attack)
 
     @property
     def settings(self) -> Settings:
@@ -102,7 +105,7 @@ class Assembly:
         if crew().size > 1:
             join(self.device, engine.wait_s)
             transport = Processes(transport, crew(), self.device)
-        return plan.federation(transport)
+        return plan.federation(self.attack.over(transport))
 
     def stack_rule(self) -> StackRule:
         """How many clients train at once: as the settings say, or as a trial shows."""
@@ -140,8 +143,11 @@ def assemble(
     if drafted.held_out is not None:
         data = replace(data, test=annotated.subset(drafted.held_out))
     chosen = drafted.for_thresholds
+    holders = [client for client, images in clients.items() if len(images)]
+    attack = Attack(settings.attack, holders, settings.run.seed)
     if plan.gathered is None:
         data = as_clients_see(data, partition, settings)
+        data = replace(data, train=attack.poisoned(data.train, clients, data.classes))
     else:
         images = np.sort(np.concatenate(list(clients.values())))
         clients = dict(enumerate(gathered_rounds(images, plan.gathered, settings.run.seed)))
@@ -155,6 +161,7 @@ def assemble(
         clients=clients,
         device=device,
         means=means.exact() if backbone.mixes_images else means,
+        attack=attack,
         bound=bind(loaded, partition, drafted.held_out),
         for_thresholds=None if chosen is None else annotated.subset(chosen),
     )

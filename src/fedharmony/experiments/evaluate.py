@@ -152,7 +152,7 @@ def matrices(assembly: Assembly, state: Record, structure: StructureResult) -> T
         "learned_hard": torch.from_numpy(structure.hard_matrix).float(),
     }
     if not assembly.settings.federation.central and assembly.clients:
-        shares = label_shares(assembly.data.train.labels, assembly.partition)
+        shares = label_shares(assembly.loaded.train.labels, assembly.partition)
         tensors["client_label_shares"] = torch.from_numpy(shares)  # of groups, if there are many
         tensors["client_sizes"] = torch.from_numpy(assembly.partition.sizes)
     if assembly.data.planted is not None:

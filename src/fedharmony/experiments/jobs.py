@@ -1,9 +1,10 @@
 """Several runs at once: processes on one machine, each taking the next run that is not finished.
 
 The processes share nothing but the folders of the runs, each of which one process writes at a time.
-The first process plans, hands out runs and follows them; a worker loads the data once and sends
-back what its runs have to say. Workers do not outlive the first process: it stops them when it is
-stopped, and they stop themselves when it is gone. The same command then goes on.
+The first process plans, hands out runs and follows them; a worker loads data once for all runs
+that share them, and sends back what its runs have to say. Workers do not outlive the first process:
+it stops them when it is stopped, and they stop themselves when it is gone. The same command then
+goes on.
 """
 
 from __future__ import annotations
@@ -212,16 +213,19 @@ def _work(pipe: Connection) -> None:
     package = logging.getLogger("fedharmony")
     package.setLevel(logging.WARNING)
     package.addHandler(_SendLog(pipe))
-    data: DataSet | None = None
+    held: dict[str, DataSet] = {}
     try:
         while True:
-            data = _carry_out(pipe.recv(), pipe, data)
+            _carry_out(pipe.recv(), pipe, held)
     except (Stopped, EOFError, OSError):
         return
 
 
-def _carry_out(order: _Order, pipe: Connection, data: DataSet | None) -> DataSet | None:
-    """Carry out one run and send its results, or why there are none; returns the data."""
+def _carry_out(order: _Order, pipe: Connection, held: dict[str, DataSet]) -> None:
+    """Carry out one run and send its results, or why there are none.
+
+    ``held`` keeps the data by their settings, until a run needs others.
+    """
 
     def send(event: Event) -> None:
         if event["event"] != "progress":
@@ -229,8 +233,11 @@ def _carry_out(order: _Order, pipe: Connection, data: DataSet | None) -> DataSet
 
     try:
         run = Planned(compose(order.settings), RunFolder(order.folder))
-        data = data or rehearse([run], send)
-        results = carry_out(run, send, data, order.device)
+        kind = repr(run.settings.data)
+        if kind not in held:
+            held.clear()
+            held[kind] = rehearse([run], send)
+        results = carry_out(run, send, held[kind], order.device)
     except FedHarmonyError as error:
         pipe.send(("failed", (str(error), "")))
     except BrokenPipeError:  # nobody is left who would listen
@@ -239,7 +246,6 @@ def _carry_out(order: _Order, pipe: Connection, data: DataSet | None) -> DataSet
         pipe.send(("failed", (f"{type(error).__name__}: {error}.", traceback.format_exc())))
     else:
         pipe.send(("done", results))
-    return data
 
 
 def _stop(number: int, frame: object) -> None:

@@ -140,7 +140,7 @@ def _first_round(
         folder.write_json(trained.FILE, trained.describe(assembly.blueprint))
         if assembly.clients:  # else their images are elsewhere
             assembly.partition.save(folder["partition.json"])
-            labels, seed = assembly.data.train.labels, settings.split.common.seed
+            labels, seed = assembly.loaded.train.labels, settings.split.common.seed
             report = split_report(labels, assembly.partition, seed)
             folder.write_json("split_report.json", report.as_dict())
         log = EventLog(folder.events)
@@ -164,10 +164,13 @@ def _rounds(assembly: Assembly, folder: RunFolder, saved: Saved, observe: Observ
     track = _tracking(settings, folder, first)
 
     def record(event: Event) -> None:
-        if log is not None:
-            log.append(event)
-            track(event)
-            observe(event)
+        if log is None:
+            return
+        if event["event"] == "round" and assembly.attack.active:
+            event = {**event, "liars": assembly.attack.lying(event["round"], event["cohort"])}
+        log.append(event)
+        track(event)
+        observe(event)
 
     def after_round(round: int, state: Record) -> None:
         own = memory.seal(round + 1, lambda client: client % crew().size == crew().rank)

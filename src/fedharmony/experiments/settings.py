@@ -9,6 +9,7 @@
 ``loss``      the task loss of all methods
 ``augment``   random changes of training images
 ``federation`` participation, sampling, averaging, failures
+``attack``    clients that lie; nobody does unless it is set
 ``methods``   one subsection per method, for instance ``[methods.fedharmony]``; its own subsection
               ``train`` (``[methods.fedharmony.train]``) replaces settings of ``[train]``
 ``tune``      what ``fedharmony tune`` tries: ``lr``, and one subsection per method
@@ -60,6 +61,7 @@ from fedharmony.partition.base import Splitter, splitters
 from fedharmony.reading import is_there
 from fedharmony.registry import load_plugins
 from fedharmony.terminal import plain
+from fedharmony.transport.attacks import AttackSettings
 
 logger = logging.getLogger(__name__)
 
@@ -272,6 +274,7 @@ class Settings:
     loss: LossSettings
     augment: AugmentSettings
     federation: FederationSettings
+    attack: AttackSettings
     metrics: MetricOptions
     engine: EngineSettings
     tune: TuneSettings
@@ -353,6 +356,7 @@ class Settings:
             changed,
             train=replace(self.train, schedule="cosine"),
             federation=replace(self.federation, central=True),
+            attack=AttackSettings(),
             run=replace(changed.run, label=CENTRAL),
         )
 
@@ -361,10 +365,7 @@ class Settings:
         sections: Tree = {
             "run": tree_of(self.run),
             **{name: getattr(self, name).tree() for name in ("data", "split", "model")},
-            **{
-                name: tree_of(getattr(self, name))
-                for name in ("train", "loss", "augment", "federation", "metrics", "engine")
-            },
+            **{name: tree_of(getattr(self, name)) for name in PLAIN if name not in ("run", "tune")},
         }
         name = self.method_name
         chosen = {**self.methods.get(name, {}), **tree_of(self.method_config)}
@@ -429,6 +430,7 @@ PLAIN: Mapping[str, type[object]] = {
     "loss": LossSettings,
     "augment": AugmentSettings,
     "federation": FederationSettings,
+    "attack": AttackSettings,
     "metrics": MetricOptions,
     "engine": EngineSettings,
     "tune": TuneSettings,
@@ -484,6 +486,7 @@ def compose(tree: Mapping[str, Any]) -> Settings:
         loss=build(LossSettings, part["loss"], "loss"),
         augment=build(AugmentSettings, part["augment"], "augment"),
         federation=federation,
+        attack=build(AttackSettings, part["attack"], "attack"),
         metrics=build(MetricOptions, part["metrics"], "metrics"),
         engine=build(EngineSettings, part["engine"], "engine"),
         tune=build(TuneSettings, {k: v for k, v in part["tune"].items() if k not in grids}, "tune"),

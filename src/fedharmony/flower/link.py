@@ -75,14 +75,17 @@ class Link:
     @property
     def pid(self) -> int | None:
         """The process of the SuperLink, if it runs."""
-        about = self._about
-        pid = about.get("pid")
-        return pid if isinstance(pid, int) and _began(pid) == about.get("began") else None
+        return next(iter(self._running()), None)
+
+    def _running(self) -> list[int]:
+        """The processes that :meth:`up` started and that still run."""
+        started: list[tuple[int, str]] = self._about.get("processes", [])
+        return [pid for pid, began in started if _began(pid) == began]
 
     @property
     def address(self) -> str:
-        """Host and port of the SuperLink."""
-        if self.pid is None:
+        """Host and port that sites use."""
+        if not self._running():
             raise TransportError(
                 f"No SuperLink runs in {self.home}. Start it with 'fedharmony flower up'."
             )
@@ -104,9 +107,9 @@ class Link:
         """Make the certificates of the SuperLink."""
         make_certificates(self.certificates, hosts)
 
-    def up(self, host: str, port: int) -> None:
-        """Start the SuperLink; it stays when this process ends."""
-        if self.pid is not None:
+    def up(self, host: str, port: int, control_port: int) -> None:
+        """Start the SuperLink on the loopback address, and a gate for sites; both stay."""
+        if self._running():
             raise TransportError(f"The SuperLink of {self.home} runs already, at {self.address}.")
         if not (self.certificates / "ca.crt").exists():
             raise ConfigError(
@@ -115,50 +118,54 @@ class Link:
             )
         certificates = {"ca-certfile": "ca.crt", "certfile": "server.pem", "keyfile": "server.key"}
         files = [w for k, f in certificates.items() for w in (f"--ssl-{k}", self.certificates / f)]
-        command = [
-            *(program("flower-superlink"), "--host", host, "--port", str(port), *files),
+        inner = f"127.0.0.1:{control_port}"
+        superlink = [
+            *(program("flower-superlink"), "--host", "127.0.0.1", "--port", control_port, *files),
             *("--enable-supernode-auth", "--database", self.home / "state.db"),
             "--disable-runtime-dependency-installation",
         ]
-        with (self.home / "superlink.log").open("ab") as log:
-            process = subprocess.Popen(
-                [str(word) for word in command],
-                stdin=subprocess.DEVNULL,
-                stdout=log,
-                stderr=log,
-                env=self.environment,
-                cwd=self.home,
-                start_new_session=True,
-            )
-        address = f"{host}:{port}"
-        about = {"pid": process.pid, "began": _began(process.pid), "address": address}
-        write_file(self.home / "link.json", json.dumps(about).encode())
-        settings = {"address": address, "root-certificates": str(self.certificates / "ca.crt")}
+        gate = [sys.executable, "-m", "fedharmony.flower.gate", host, port, control_port]
+        settings = {"address": inner, "root-certificates": str(self.certificates / "ca.crt")}
         (self.home / "flwr").mkdir(exist_ok=True)
         flower = to_toml({"superlink": {NAME: settings}})
         write_file(self.home / "flwr" / "config.toml", flower.encode())
+        started = [self._start("superlink", superlink)]
+        started.append(self._start("gate", [*gate, self.certificates]))
+        about = {"processes": [(p, _began(p)) for p in started], "address": f"{host}:{port}"}
+        write_file(self.home / "link.json", json.dumps(about).encode())
         until = time.monotonic() + START_S
-        while not _answers(host, port):
-            if process.poll() is not None or time.monotonic() > until:
+        while not (_answers("127.0.0.1", control_port) and _answers(host, port)):
+            if not all(map(_alive, started)) or time.monotonic() > until:
                 self.down()
                 raise TransportError(
-                    f"The SuperLink did not start at {address}. Its log says why: "
-                    f"{self.home / 'superlink.log'}."
+                    f"The SuperLink did not start at {inner}, or its gate at {host}:{port}. The "
+                    f"logs say why: {self.home}/superlink.log and gate.log."
                 )
             time.sleep(LOOK_S)
 
+    def _start(self, name: str, command: Sequence[object]) -> int:
+        """A process that outlives this one, in a group of its own, with a log; its number."""
+        words, append = [str(word) for word in command], os.O_WRONLY | os.O_CREAT | os.O_APPEND
+        files = [
+            (os.POSIX_SPAWN_OPEN, 0, os.devnull, os.O_RDONLY, 0),
+            (os.POSIX_SPAWN_OPEN, 1, str(self.home / f"{name}.log"), append, 0o644),
+            (os.POSIX_SPAWN_DUP2, 1, 2),
+        ]
+        return os.posix_spawn(words[0], words, self.environment, file_actions=files, setsid=True)
+
     def down(self) -> bool:
-        """End the SuperLink with all that it started; False where none ran."""
-        if (pid := self.pid) is None:
-            return False
+        """End what :meth:`up` started, with all that it started itself; False where none ran."""
+        running = self._running()
+        for pid in running:
+            os.killpg(pid, signal.SIGTERM)
         until = time.monotonic() + END_S
-        os.killpg(pid, signal.SIGTERM)
-        while _alive(pid) and time.monotonic() < until:
+        while any(map(_alive, running)) and time.monotonic() < until:
             time.sleep(0.1)
-        with suppress(ProcessLookupError):
-            os.killpg(pid, signal.SIGKILL)
+        for pid in running:
+            with suppress(ProcessLookupError):
+                os.killpg(pid, signal.SIGKILL)
         (self.home / "link.json").unlink(missing_ok=True)
-        return True
+        return bool(running)
 
     def flwr(self, *words: str | Path) -> dict[str, Any]:
         """What a command of Flower's answers, as JSON."""

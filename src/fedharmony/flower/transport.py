@@ -14,7 +14,7 @@ from typing import Any, Protocol
 
 from fedharmony.errors import ClientLimitError, TransportError
 from fedharmony.methods.base import Stage
-from fedharmony.site.parcel import ENROL, REPLY, STAGE, Parcel
+from fedharmony.site.parcel import ENROL, FAILED, REPLY, STAGE, Parcel
 from fedharmony.site.records import Packer, record_of
 from fedharmony.types import Failure, Record, Reply
 
@@ -22,6 +22,8 @@ logger = logging.getLogger(__name__)
 
 #: Seconds between looks for replies.
 POLL_S = 0.3
+#: Seconds before a site that could not answer is asked again.
+AGAIN_S = 3.0
 #: Seconds that a site has to say whether it takes part.
 ENROL_S = 300.0
 
@@ -56,32 +58,48 @@ class Enrolled:
     bound: str
 
 
+@dataclass
+class Enrolment:
+    """What nodes said when they were asked to take part.
+
+    Attributes:
+        sites: those that do, by name.
+        refused: why others do not, by node.
+        failed: why others gave no answer that counts, by node; they may be asked again.
+    """
+
+    sites: dict[str, Enrolled] = field(default_factory=dict)
+    refused: dict[int, str] = field(default_factory=dict)
+    failed: dict[int, str] = field(default_factory=dict)
+
+
 def enrol(
     post: Post, run: Mapping[str, Any], nodes: Collection[int], wait_s: float = ENROL_S
-) -> tuple[dict[str, Enrolled], list[str]]:
-    """Ask nodes to take part in a run: those that do, by name, and why others do not."""
-    registered = post.nodes()
+) -> Enrolment:
+    """Ask nodes to take part in a run."""
+    registered, found = post.nodes(), Enrolment()
     parcels = {node: Parcel(ENROL, {"run": dict(run)}) for node in nodes}
-    sites: dict[str, Enrolled] = {}
-    reasons: list[str] = []
     for node, answer in collect(post, parcels, wait_s):
         known = registered.get(node, "")
         who = f"site {known}" if known else f"node {node}"
-        if isinstance(answer, str) or answer.kind != REPLY:
-            reasons.append(f"{who}: {answer if isinstance(answer, str) else answer.reason}")
+        if isinstance(answer, str) or answer.kind == FAILED:
+            found.failed[node] = f"{who}: {answer if isinstance(answer, str) else answer.reason}"
+            continue
+        if answer.kind != REPLY:
+            found.refused[node] = f"{who}: {answer.reason}"
             continue
         try:
             name, site = _enrolled(node, answer.words)
         except TransportError as error:
-            reasons.append(f"{who}: {error}")
+            found.refused[node] = f"{who}: {error}"
             continue
         if known and name != known:
-            reasons.append(f"{who} calls itself {name!r}: it has the key of another site")
-        elif name in sites:
-            reasons.append(f"node {node} calls itself {name!r}, as another node does")
+            found.refused[node] = f"{who} calls itself {name!r}: it has the key of another site"
+        elif name in found.sites:
+            found.refused[node] = f"node {node} calls itself {name!r}, as another node does"
         else:
-            sites[name] = site
-    return sites, reasons
+            found.sites[name] = site
+    return found
 
 
 def _enrolled(node: int, words: Mapping[str, Any]) -> tuple[str, Enrolled]:
@@ -208,7 +226,7 @@ class Sites:
 
     def _meet(self, nodes: Collection[int]) -> None:
         """Look whether a site has come back as another node."""
-        sites, _ = enrol(self.post, self.run, nodes, min(ENROL_S, self.limit_s))
+        sites = enrol(self.post, self.run, nodes, min(ENROL_S, self.limit_s)).sites
         by_name = {name: client for client, name in self.names.items()}
         for name, site in sites.items():
             if (client := by_name.get(name)) is not None and site.images == self.sizes[client]:
@@ -257,24 +275,24 @@ def gather(
         names: sites that the run began with; no others are taken, if there are any.
     """
     sites: dict[str, Enrolled] = {}
-    reasons: list[str] = []
-    asked: set[int] = set()
+    refused: dict[int, str] = {}
     until = time.monotonic() + wait_s
     while True:
         online = post.nodes()
-        if new := set(online) - asked:
-            asked |= new
-            found, refused = enrol(post, run, sorted(new))
-            sites |= {name: site for name, site in found.items() if not names or name in names}
-            reasons += refused
-            for reason in refused:
-                logger.warning("Not taking part: %s.", reason.rstrip("."))
-        # A refusal is not waited away: the operator should know at once.
+        new = set(online) - set(refused) - {site.node for site in sites.values()}
+        found = enrol(post, run, sorted(new)) if new else Enrolment()
+        sites |= {name: site for name, site in found.sites.items() if not names or name in names}
+        strangers = [site for name, site in found.sites.items() if name not in sites]
+        refused |= found.refused | {site.node: "not of this run" for site in strangers}
+        for reason in [*found.refused.values(), *found.failed.values()]:
+            logger.warning("Not taking part: %s.", reason.rstrip("."))
         if len(sites) >= least:
             return sites
-        if reasons or time.monotonic() > until:
+        # A refusal is not waited away: the operator should know at once.
+        if found.refused or time.monotonic() > until:
             break
-        time.sleep(POLL_S)
+        time.sleep(AGAIN_S if found.failed else POLL_S)
+    reasons = [*refused.values(), *found.failed.values()]
     said = "; ".join(reasons) or f"{len(online)} nodes are online"
     raise ClientLimitError(
         f"{len(sites)} of the {least} sites that this run waits for take part "

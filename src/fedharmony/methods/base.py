@@ -41,6 +41,7 @@ from fedharmony.losses import Batch, LossSettings, task_loss
 from fedharmony.models.base import Head, stack
 from fedharmony.models.heads import LinearHead
 from fedharmony.registry import Registry
+from fedharmony.robust import Robust
 from fedharmony.types import BUFFERS, PARAMS, Form, Record, Reply, Tensors
 
 methods: Registry[type[Method]] = Registry("method", "fedharmony.methods")
@@ -74,6 +75,8 @@ class Task:
     pixels: bool = True
     #: Whether some labels of the training images are unknown to the clients.
     unknown_labels: bool = False
+    #: How models are averaged where clients may lie.
+    robust: Robust = field(default_factory=Robust)
 
 
 @dataclass(frozen=True)
@@ -360,11 +363,15 @@ class Method:
         """Weight of a reply in a plain average: its number of images, or 1."""
         return float(reply.examples) if self.task.average == "size" else 1.0
 
+    def model_mean(self, state: Record) -> ModelMean:
+        """What a method folds models into: a mean, or the rule of ``federation.robust``."""
+        return self.task.robust.mean(state)
+
     def aggregate(
         self, state: Record, round: int, sent: Mapping[int, Record], replies: Iterator[Reply]
     ) -> Outcome:
         """``θ ← Σ_k p_k θ_k`` with ``p_k = n_k / Σ_j n_j`` over the clients that replied."""
-        mean, weights = ModelMean(), {}
+        mean, weights = self.model_mean(state), {}
         for reply in replies:
             weights[reply.client] = self.weight(reply)
             mean.add(reply.record, weights[reply.client])

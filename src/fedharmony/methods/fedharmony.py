@@ -41,11 +41,17 @@ import torch
 from annotated_types import Ge, Gt, Le, Lt
 from torch import Tensor
 
-from fedharmony.aggregate import ModelMean, effective_clients
+from fedharmony.aggregate import effective_clients
 from fedharmony.alignment import Alignment, neutral
 from fedharmony.clusters import cluster_agreement, default_groups, spectral_clusters
 from fedharmony.config import machine_memory
-from fedharmony.consensus import BY_ENTRY, CORRELATION, CorrelationTable, Operator
+from fedharmony.consensus import (
+    BY_ENTRY,
+    CORRELATION,
+    CorrelationTable,
+    Operator,
+    OperatorName,
+)
 from fedharmony.correlation import (
     Correlation,
     Triangle,
@@ -88,6 +94,7 @@ RECOMMENDED: Mapping[str, Any] = {
     "normaliser": "pearson",
     "shrinkage": 0.03,
     "align_weight": 0.2,
+    "consensus": "support",
 }
 
 
@@ -141,16 +148,17 @@ class FedHarmony(Method):
             neutral: keep the alignment from making scores bolder or more timid: its gradient may
                 reorder the images of a label, but neither shift nor stretch their outputs.
             consensus: the operator A.
-            kappa: "support": a client counts n²/(n + kappa).
-            min_examples: "support": clients with fewer images do not teach.
-            min_support: "support": a label counts on a client when p̂ ≥ max(min_support, 1/(2n)).
-            trim: "trimmed": share cut at each end.
+            kappa: "support", "support_trimmed": a client counts n²/(n + kappa).
+            min_examples: likewise: clients with fewer images do not teach.
+            min_support: likewise: a label counts on a client when p̂ ≥ max(min_support, 1/(2n)).
+            trim: "trimmed": share of the values cut at each end; "support_trimmed": share of their
+                weight.
             memory: teach from "all_seen" clients or the "last_cohort" only.
             staleness_decay: weight of an entry per round of age.
             table_mb: megabytes (10⁶ bytes) of matrices the server remembers one by one, and never
-                less than the last cohort. What is older goes into running sums ("median" and
-                "trimmed" forget it): it still teaches, and fades, but a client whose matrix is in
-                the sums can no longer be left out of its own teacher.
+                less than the last cohort. What is older goes into running sums ("median",
+                "trimmed" and "support_trimmed" forget it): it still teaches, and fades, but a
+                client whose matrix is in the sums can no longer be left out of its own teacher.
             measured: R_k "during" training, from the outputs of the last local epoch, which cost
                 nothing more (they are of the augmented images, and of a model that still moves),
                 or "after" it, by one more pass over the local data.
@@ -194,11 +202,11 @@ class FedHarmony(Method):
         align_unseen: Literal["include", "mask", "only"] = "include"
         least_teacher: Annotated[float, Ge(0), Lt(1)] = 0.0
         neutral: bool = False
-        consensus: Literal["mean", "size", "support", "median", "trimmed", "pooled"] = "support"
+        consensus: OperatorName = "support_trimmed"
         kappa: Annotated[float, Ge(0)] = 10.0
         min_examples: Annotated[int, Ge(0)] = 5
         min_support: Annotated[float, Ge(0), Le(1)] = 1e-3
-        trim: Annotated[float, Ge(0), Lt(0.5)] = 0.1
+        trim: Annotated[float, Ge(0), Lt(0.5)] = 0.45
         memory: Literal["all_seen", "last_cohort"] = "all_seen"
         staleness_decay: Annotated[float, Gt(0), Le(1)] = 0.9
         table_mb: Annotated[int, Ge(1)] = 256
@@ -559,7 +567,7 @@ class FedHarmony(Method):
         """``θ ← Σ_k ω_k θ_k`` with ``ω_k = α_t n̄_k + (1 − α_t) q̄_k``; then remember R_k."""
         taught = any(TEACHER in message.groups for message in sent.values())
         alpha = self.alpha(round) if taught else 1.0
-        model, heard = ModelMean(), []
+        model, heard = self.model_mean(state), []
         for reply in replies:
             if alpha == 1.0:
                 model.add(reply.record, self.weight(reply))

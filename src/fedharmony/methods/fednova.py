@@ -29,11 +29,10 @@ from typing import Annotated, Any, ClassVar, Literal
 from annotated_types import Ge, Lt
 from torch import Tensor
 
-from fedharmony.aggregate import ModelMean, RunningMean
 from fedharmony.errors import ConfigError
 from fedharmony.methods.base import Groups, Method, Outcome, Task, methods, stacked
 from fedharmony.methods.fedprox import proximal
-from fedharmony.types import BUFFERS, PARAMS, Record, Reply, Tensors
+from fedharmony.types import PARAMS, Record, Reply, Tensors
 
 MOMENTUM = "momentum"  # state: the server's momentum buffer, float64
 
@@ -128,9 +127,8 @@ class FedNova(Method):
 
         Work is counted in units of the first client's, so that equal work is exactly 1.
         """
-        mean, others = RunningMean(), ModelMean()
-        shares: dict[int, float] = {}
-        total = effort = unit = 0.0  # effort / total is τ_eff in units
+        mean, shares = self.model_mean(state), dict[int, float]()
+        scaled = total = effort = unit = 0.0  # effort / total is τ_eff in units
         for reply in replies:
             steps = int(reply.record.scalars["steps"])
             if steps == 0:
@@ -138,19 +136,20 @@ class FedNova(Method):
             weight, work = self.weight(reply), self.work(steps)
             unit = unit or work
             shares[reply.client] = weight * (unit / work)
-            mean.add(reply.record.get(PARAMS), shares[reply.client])
-            others.add(Record({BUFFERS: reply.record.get(BUFFERS)}), weight)
+            mean.add(reply.record, shares[reply.client], buffers=weight)
+            scaled += shares[reply.client]
             total += weight
             effort += weight * ((steps if self.config.mu > 0 else work) / unit)
         if not shares:
             return Outcome(state)
-        inverse = mean.weight / total  # Σ p_k / ‖a_k‖₁, in 1/unit
+        inverse = scaled / total  # Σ p_k / ‖a_k‖₁, in 1/unit
         amplification = factor = (effort / total) * inverse
         if self.config.tau_eff == "ones":
             factor = inverse / unit
         elif self.config.max_amplification is not None:
             factor = min(factor, self.config.max_amplification)
-        before, after = state.get(PARAMS), mean.result(exact=True)
+        averaged = mean.update(state, exact=True)
+        before, after = state.get(PARAMS), averaged.get(PARAMS)
         moved = {n: (1 - factor) * t.double() + factor * after[n] for n, t in before.items()}
         groups: dict[str, Mapping[str, Tensor]] = {}
         if self.config.server_momentum > 0:
@@ -158,8 +157,8 @@ class FedNova(Method):
             moved = {n: t.double() - groups[MOMENTUM][n] for n, t in before.items()}
         groups[PARAMS] = {n: t.to(before[n].dtype) for n, t in moved.items()}
         return Outcome(
-            others.update(state).replace(groups),
-            {k: share / mean.weight for k, share in shares.items()},
+            averaged.replace(groups),
+            {k: share / scaled for k, share in shares.items()},
             {"amplification": amplification, "server_step": factor},
         )
 

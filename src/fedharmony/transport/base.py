@@ -26,12 +26,11 @@ class Transport(Protocol):
     hosts bounds it, and gives a :class:`Failure` for a client that does not answer in time (or ends
     the run, where it cannot go on without). Work in this process cannot be broken off: a client
     that hangs there (an image on a network disk that is gone) hangs the run.
-
-    Attributes:
-        sizes: number of images of each client, by its id. It may grow between rounds.
     """
 
-    sizes: Mapping[int, int]
+    @property
+    def sizes(self) -> Mapping[int, int]:
+        """Number of images of each client, by its id. It may grow between rounds."""
 
     def exchange(
         self, stage: Stage, round: int, messages: Mapping[int, Record]

@@ -35,13 +35,7 @@ class DifferencesPanel(Panel):
             + ("Strokes: single pairs of runs. " if several else "")
             + " ".join(f"{note[0].upper()}{note[1:]}." for note in found.notes)
         )
-        facts = tuple((method, _in_words(row[0])) for method, row in found.found.items())
-        return Section(f"Differences to {found.against}", lead, pictures, facts=facts)
-
-
-def _in_words(difference: Difference) -> str:
-    metric, mean, interval, _, p_images, p_pairs = difference.cells()
-    return f"{metric} {mean} ({interval}), p images {p_images}, p pairs {p_pairs}"
+        return Section(f"Differences to {found.against}", lead, pictures)
 
 
 def _forest(metric: str, row: list[Difference], looks: dict[str, Style]) -> Picture:
@@ -56,4 +50,5 @@ def _forest(metric: str, row: list[Difference], looks: dict[str, Style]) -> Pict
                 interval=(100 * d.low, 100 * d.high) if known else None,
             )
         )
-    return dots(metric, lines, line_at=0.0, spacing=20)
+    p = "; ".join(f"{d.method} {' / '.join(d.cells()[-2:])}" for d in row)
+    return dots(metric, lines, line_at=0.0, spacing=20, note=f"p images / p pairs: {p}.")

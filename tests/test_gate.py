@@ -1,0 +1,109 @@
+"""The gate before a SuperLink: the Fleet API passes, and nothing else."""
+
+from __future__ import annotations
+
+import http.client
+import ssl
+import threading
+from collections.abc import Iterator
+from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from fedharmony.flower import gate
+from fedharmony.site.keys import make_certificates
+
+
+class Inner(BaseHTTPRequestHandler):
+    """Stands for the SuperLink: says what it was asked."""
+
+    protocol_version = "HTTP/1.1"
+
+    def do_POST(self) -> None:
+        body = self.rfile.read(int(self.headers["Content-Length"]))
+        said = f"{self.path} {self.headers['x-signature']} ".encode() + body
+        self.send_response(200)
+        self.send_header("x-answer", "yes")
+        self.send_header("Content-Length", str(len(said)))
+        self.end_headers()
+        self.wfile.write(said)
+
+    def log_message(self, format: str, *args: Any) -> None:
+        pass
+
+
+@pytest.fixture(scope="module")
+def port(tmp_path_factory: pytest.TempPathFactory) -> Iterator[tuple[int, Path]]:
+    pytest.importorskip("cryptography")
+    folder = tmp_path_factory.mktemp("gate")
+    make_certificates(folder, ["127.0.0.1"])
+    context = ssl.SSLContext(ssl.PROTOCOL_TLS_SERVER)
+    context.load_cert_chain(folder / "server.pem", folder / "server.key")
+    inner = ThreadingHTTPServer(("127.0.0.1", 0), Inner)
+    inner.socket = context.wrap_socket(inner.socket, server_side=True)
+    outer = gate.Gate(("127.0.0.1", 0), ("127.0.0.1", inner.server_address[1]), folder)
+    threads = [threading.Thread(target=server.serve_forever) for server in (inner, outer)]
+    for thread in threads:
+        thread.start()
+    yield outer.server_address[1], folder
+    for server in (outer, inner):
+        server.shutdown()
+        server.server_close()
+    for thread in threads:
+        thread.join()
+
+
+def ask(
+    place: tuple[int, Path], path: str, kind: str = "POST", body: bytes = b"x"
+) -> tuple[int, bytes, Any]:
+    trust = ssl.create_default_context(cafile=str(place[1] / "ca.crt"))
+    there = http.client.HTTPSConnection("127.0.0.1", place[0], timeout=10, context=trust)
+    there.request(kind, path, body, {"x-signature": "signed"})
+    answer = there.getresponse()
+    found = answer.status, answer.read(), answer.headers
+    there.close()
+    return found
+
+
+def test_the_fleet_api_passes(port: tuple[int, Path]) -> None:
+    status, said, headers = ask(port, "/v1/fleet/pull-messages", body=b"\0bytes")
+    assert (status, said) == (200, b"/v1/fleet/pull-messages signed \0bytes")
+    assert headers["x-answer"] == "yes"
+
+
+@pytest.mark.parametrize(
+    "path",
+    [
+        "/v1/control/start-run",
+        "/v1/runtime/pull-task-input",
+        "/v1/fleet/../control/start-run",
+        "/v1/fleet/%2e%2e/control/start-run",
+        "/v1/fleet",
+        "/",
+        "/v1/fleet/pull-messages?next=/v1/control",
+    ],
+)
+def test_nothing_else_passes(port: tuple[int, Path], path: str) -> None:
+    status, said, _ = ask(port, path)
+    assert status == 403
+    assert b"signed" not in said
+
+
+def test_other_requests_and_large_ones_are_refused(
+    port: tuple[int, Path], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    assert ask(port, "/v1/fleet/pull-messages", "GET")[0] == 501
+    monkeypatch.setattr(gate, "MOST_BYTES", 3)
+    assert ask(port, "/v1/fleet/pull-messages", body=b"four")[0] == 413
+
+
+def test_a_superlink_that_is_away(port: tuple[int, Path]) -> None:
+    outer = gate.Gate(("127.0.0.1", 0), ("127.0.0.1", 1), port[1])
+    thread = threading.Thread(target=outer.serve_forever)
+    thread.start()
+    assert ask((outer.server_address[1], port[1]), "/v1/fleet/pull-messages")[0] == 502
+    outer.shutdown()
+    outer.server_close()
+    thread.join()

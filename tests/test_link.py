@@ -1,0 +1,99 @@
+"""The operator's SuperLink: what is started is ended, and how a run ended is told truly."""
+
+from __future__ import annotations
+
+import json
+import os
+import sys
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from fedharmony.errors import CheckpointError, ClientLimitError, ConfigError, TransportError
+from fedharmony.experiments.folder import RunFolder
+from fedharmony.flower import link as links
+from fedharmony.flower.link import Link, Ordered
+
+
+def written(home: Path, pid: int, began: str | None) -> Link:
+    about = {"processes": [[pid, began]], "address": "127.0.0.1:1"}
+    (home / "link.json").write_text(json.dumps(about))
+    return Link(home)
+
+
+def test_what_is_started_is_ended(tmp_path: Path) -> None:
+    link = Link(tmp_path)
+    code = "print('hello', flush=True); import time; time.sleep(60)"
+    pid = link._start("sleeper", [sys.executable, "-c", code])
+    link = written(tmp_path, pid, links._began(pid))
+    assert (link.pid, link.address) == (pid, "127.0.0.1:1")
+    assert os.getsid(pid) == pid
+    assert link.down()
+    assert links._began(pid) is None
+    assert not link.down()
+
+
+def test_another_process_of_the_same_number_is_left_alone(tmp_path: Path) -> None:
+    link = written(tmp_path, os.getpid(), "0")
+    assert link.pid is None
+    assert not link.down()  # else this test would have ended itself
+
+
+def test_without_a_superlink(tmp_path: Path) -> None:
+    with pytest.raises(TransportError, match="flower up"):
+        _ = Link(tmp_path).address
+    with pytest.raises(ConfigError, match="flower certs"):
+        Link(tmp_path).up("127.0.0.1", 1, 2)
+
+
+def test_flower_is_told_to_send_nothing_home(tmp_path: Path) -> None:
+    found = Link(tmp_path).environment
+    assert (found["FLWR_TELEMETRY_ENABLED"], found["FLWR_DISABLE_UPDATE_CHECK"]) == ("0", "1")
+    assert found["FLWR_HOME"] == str(tmp_path / "flwr")
+
+
+def ordered(folder: Path, **outcome: Any) -> Ordered:
+    (folder / "outcome.json").write_text(json.dumps(outcome))
+    return Ordered(Link(folder), "7", RunFolder(folder), folder / "outcome.json")
+
+
+@pytest.mark.parametrize(
+    ("kind", "error"),
+    [
+        ("ClientLimitError", ClientLimitError),
+        ("ConfigError", ConfigError),
+        ("DataError", CheckpointError),
+        ("", CheckpointError),
+    ],
+)
+def test_a_failed_run_fails_here_too(tmp_path: Path, kind: str, error: type[Exception]) -> None:
+    with pytest.raises(error, match="too few"):
+        ordered(tmp_path, status="failed", kind=kind, error="too few").follow(print)
+
+
+def test_events_are_told_once_and_whole(tmp_path: Path) -> None:
+    run = ordered(tmp_path, status="completed", error="")
+    log = tmp_path / "events.jsonl"
+    told: list[Any] = []
+    lines = [json.dumps({"event": name}) for name in ("start", "round", "finish")]
+    log.write_text(f"{lines[0]}\n{lines[1][:5]}")
+    seen = run._tell(0, told.append)
+    log.write_text("\n".join(lines) + "\n")
+    seen = run._tell(seen, told.append)
+    assert [event["event"] for event in told] == ["start", "round", "finish"]
+    log.write_text(lines[0] + "\n")  # a resumed run cuts its log
+    assert run._tell(seen, told.append) == len(lines[0]) + 1
+    assert len(told) == 3
+
+
+def test_a_server_that_ended_without_a_word_is_found_out(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(links, "ASK_S", 0.0)
+    monkeypatch.setattr(links, "LOOK_S", 0.0)
+    answers = iter([{"runs": [{"status": "running"}]}, {"runs": [{"status": "finished:failed"}]}])
+    monkeypatch.setattr(Link, "flwr", lambda *words: next(answers))
+    run = Ordered(Link(tmp_path), "7", RunFolder(tmp_path), tmp_path / "outcome.json")
+    with pytest.raises(CheckpointError, match=r"ended without a word \(finished:failed\)"):
+        run.follow(print)

@@ -1,0 +1,411 @@
+"""Rules of averaging that bear liars: by hand, against NumPy and SciPy, and as identities."""
+
+from __future__ import annotations
+
+from dataclasses import replace
+from typing import Any
+
+import numpy as np
+import pytest
+import torch
+from hypothesis import given, settings
+from hypothesis import strategies as st
+from scipy.optimize import minimize
+from scipy.stats import trim_mean
+from torch import Tensor
+
+from fedharmony import correlation as corr
+from fedharmony.aggregate import ModelMean
+from fedharmony.engine import head_trust
+from fedharmony.engine.federation import FederationSettings
+from fedharmony.errors import ConfigError
+from fedharmony.experiments.blueprint import refuse_small_cohort
+from fedharmony.experiments.settings import load_settings
+from fedharmony.methods.base import methods
+from fedharmony.robust import (
+    ROBUST,
+    Robust,
+    capped,
+    geometric_median,
+    krum,
+    same_direction,
+    trimmed,
+)
+from fedharmony.transport.attacks import Attack, AttackSettings
+from fedharmony.types import BUFFERS, PARAMS, Layout, Packed, Record
+from toy import Toy, largest_difference, same_bits, toy_data
+
+RULES = ["norm_bound", "median", "trimmed_mean", "geometric_median", "multi_krum", "same_direction"]
+F64 = torch.float64
+quick = settings(deadline=None, max_examples=40, derandomize=True)
+
+
+def model(*numbers: float, **buffers: Tensor) -> Record:
+    return Record({PARAMS: {"w": torch.tensor(numbers, dtype=F64)}, BUFFERS: buffers})
+
+
+def averaged(
+    rule: str, models: list[Record], weights: list[float], **options: float
+) -> list[float]:
+    """The new model after a received one of zeros."""
+    size = len(models[0].get(PARAMS)["w"])
+    state = model(*[0.0] * size)
+    mean = Robust(rule, **options).mean(state)  # type: ignore[arg-type]
+    for record, weight in zip(models, weights, strict=True):
+        mean.add(record, weight)
+    return mean.update(state).get(PARAMS)["w"].tolist()
+
+
+# -- each rule by hand ----------------------------------------------------------------------------
+
+
+def test_the_norm_bound_by_hand():
+    """Updates (3, 4), (0, 5), (60, 80) have lengths 5, 5, 100; their median is 5. The third is cut
+    to (3, 4), and (3 + 0 + 3)/3, (4 + 5 + 4)/3 is their mean.
+    """
+    models = [model(3, 4), model(0, 5), model(60, 80)]
+    assert averaged("norm_bound", models, [1, 1, 1], bound=1) == pytest.approx([2, 13 / 3])
+
+
+def test_the_norm_bound_remembers_lengths():
+    """Lengths 1, 1, 1 of the last round and 2, 2, 8 of this one: the median of all six is 1.5, and
+    each update is cut to that: 1.5 · (1, 1, 1)/3 of the directions (1, 0), (0, 1), (1, 0).
+    """
+    state = model(0, 0).replace({ROBUST: {"lengths": torch.ones(3, dtype=F64)}})
+    mean = Robust("norm_bound", bound=1).mean(state)
+    for record in (model(2, 0), model(0, 2), model(8, 0)):
+        mean.add(record, 1)
+    after = mean.update(state)
+    assert after.get(PARAMS)["w"].tolist() == pytest.approx([1.0, 0.5])
+    assert after.get(ROBUST)["lengths"].tolist() == [1, 1, 1, 2, 2, 8]
+
+
+def test_the_trimmed_mean_by_hand():
+    """Values 0, 1, 3, 100 by weights 1, 2, 2, 1: a quarter of 6 is 1.5. Left are 1.5 of the second
+    and 1.5 of the third weight: (1.5·1 + 1.5·3)/3 = 2.
+    """
+    values = torch.tensor([[3.0], [100.0], [0.0], [1.0]])
+    weights = torch.tensor([2.0, 1.0, 1.0, 2.0], dtype=F64)
+    assert trimmed(values, weights, 0.25).item() == pytest.approx(2)
+
+
+def test_the_weighted_median_by_hand():
+    """Half of the weight 1 + 1 + 3 lies below 7: the median is 7. Of 1, 2 with equal weights it is
+    their mean; with 1 + 2 against 3, exactly half each, the mean of 2 and 9.
+    """
+
+    def median(values: list[float], weights: list[float]) -> float:
+        found = trimmed(torch.tensor(values)[:, None], torch.tensor(weights, dtype=F64), 0.5)
+        return found.item()
+
+    assert median([1, 2, 7], [1, 1, 3]) == 7
+    assert median([2, 1], [1, 1]) == 1.5
+    assert median([9, 1, 2], [3, 1, 2]) == 5.5
+
+
+def test_multi_krum_by_hand():
+    """Positions 0, 1, 2, 10, 11 with f = 1: scores are sums of the 5 − 1 − 2 = 2 smallest squared
+    distances: 1 + 4, 1 + 1, 1 + 4, 1 + 64, 1 + 81. The last is left out; weights 1, 2, 1, 4 (capped
+    at 1.5 medians, 3), 9: (0 + 2 + 2 + 30)/7.
+    """
+    models = [model(0), model(1), model(2), model(10), model(11)]
+    found = averaged("multi_krum", models, [1, 2, 1, 4, 9], bad=0.2, cap=1.5)
+    assert found == pytest.approx([(0 + 2 + 2 + 30) / 7])
+
+
+def test_the_geometric_median_by_hand():
+    """On a line it is the median. The corners of a square have their middle in common; a fifth
+    point at the middle stays there, a far one moves it by little.
+    """
+    line = [model(x) for x in (1.0, 2.0, 50.0)]
+    assert averaged("geometric_median", line, [1, 1, 1]) == pytest.approx([2.0], abs=1e-4)
+    square = [model(1, 1), model(1, -1), model(-1, 1), model(-1, -1)]
+    assert averaged("geometric_median", square, [1] * 4) == pytest.approx([0, 0], abs=1e-9)
+    far = averaged("geometric_median", [*square, model(1e6, 0)], [1] * 5)
+    assert 0 < far[0] < 1.1
+
+
+def test_the_same_direction_by_hand():
+    """Directions (1, 0) twice, (0.6, 0.8), (−1, 0), and an update of zero. Cosines of the first
+    with all: 1, 1, 0.6, −1, 0, so its score is 0.6; likewise the second's and, of 0.6, 0.6, 1,
+    −0.6, 0, the third's. The fourth has −0.6, the last 0; the median is 0.6, and the first three
+    are kept. Lengths 2, 4 and 5: the third is cut to 4. (2 + 4 + 2.4)/3 = 2.8, and 3.2/3.
+    """
+    models = [model(2, 0), model(4, 0), model(3, 4), model(-9, 0), model(0, 0)]
+    found = averaged("same_direction", models, [1] * 5, bound=1)
+    assert found == pytest.approx([2.8, 3.2 / 3])
+
+
+def test_liars_that_agree_are_still_a_minority():
+    """Nine honest updates, 60° from each other's mean at random, against six that say the same."""
+    honest, _ = draws(9, 50, 0)
+    honest = honest / honest.norm(dim=1, keepdim=True) + 0.8 * torch.eye(50, dtype=F64)[0]
+    liars = -torch.eye(50, dtype=F64)[:1].expand(6, 50)
+    updates = torch.cat([honest, liars])
+    kept = same_direction(updates @ updates.mT, torch.ones(15, dtype=F64))
+    assert kept[:9].sum() >= 7
+    assert not kept[9:].any()
+
+
+def test_nobody_moved_keeps_the_model():
+    assert averaged("same_direction", [model(0, 0)] * 3, [1] * 3) == [0, 0]
+
+
+def test_weights_are_capped_by_hand():
+    """Weights 2, 4, 4, 90 have the median 4; with a cap of 3 the last is 12."""
+    assert capped(torch.tensor([2.0, 4, 4, 90]), 3.0).tolist() == [2, 4, 4, 12]
+
+
+# -- against others -------------------------------------------------------------------------------
+
+
+def draws(clients: int, numbers: int, seed: int) -> tuple[Tensor, Tensor]:
+    generator = torch.Generator().manual_seed(seed)
+    values = torch.randn(clients, numbers, generator=generator, dtype=F64)
+    return values, 0.2 + torch.rand(clients, generator=generator, dtype=F64)
+
+
+@quick
+@given(clients=st.integers(1, 9), seed=st.integers(0, 10**6), cut=st.integers(0, 4))
+def test_equal_weights_give_the_rules_of_numpy_and_scipy(clients: int, seed: int, cut: int):
+    values, _ = draws(clients, 4, seed)
+    ones = torch.ones(clients, dtype=F64)
+    np.testing.assert_allclose(trimmed(values, ones, 0.5), np.median(values, axis=0), atol=1e-12)
+    if 2 * cut < clients:
+        expected = trim_mean(values.numpy(), (cut + 1e-9) / clients, axis=0)
+        np.testing.assert_allclose(trimmed(values, ones, cut / clients), expected, atol=1e-12)
+
+
+@quick
+@given(clients=st.integers(1, 7), seed=st.integers(0, 10**6), trim=st.sampled_from([0.1, 0.3, 0.5]))
+def test_a_weight_of_three_is_three_clients(clients: int, seed: int, trim: float):
+    """Whole weights: the same as so many clients that say the same."""
+    values, _ = draws(clients, 3, seed)
+    weights = torch.randint(1, 4, (clients,), generator=torch.Generator().manual_seed(seed))
+    many = values.repeat_interleave(weights, 0)
+    found = trimmed(values, weights.double(), trim)
+    expected = trimmed(many, torch.ones(len(many), dtype=F64), trim)
+    torch.testing.assert_close(found, expected, rtol=0, atol=1e-9)
+
+
+@pytest.mark.parametrize("seed", range(4))
+def test_the_geometric_median_is_the_minimum_of_distances(seed: int):
+    values, weights = draws(7, 3, seed)
+
+    def cost(z: np.ndarray[Any, Any]) -> float:
+        return float(weights @ (values - torch.from_numpy(z)).norm(dim=1))
+
+    expected = minimize(cost, values.mean(0).numpy(), method="Nelder-Mead", tol=1e-10).x
+    found = geometric_median(values @ values.mT, weights) @ values
+    np.testing.assert_allclose(found, expected, atol=1e-5)
+
+
+@pytest.mark.parametrize("seed", range(4))
+def test_krum_against_its_definition(seed: int):
+    values, _ = draws(9, 3, seed)
+    rows, bad = values.numpy(), 2
+    scores = []
+    for own in rows:
+        distances = sorted(float(((own - other) ** 2).sum()) for other in rows)[1:]
+        scores.append(sum(distances[: len(rows) - bad - 2]))
+    expected = np.isin(np.arange(9), np.argsort(scores)[: len(rows) - bad])
+    assert krum(values @ values.mT, bad).bool().tolist() == expected.tolist()
+
+
+@pytest.mark.parametrize("rule", RULES)
+@pytest.mark.parametrize("packed", [True, False])
+def test_parts_and_memory_do_not_matter(rule: str, packed: bool, monkeypatch: pytest.MonkeyPatch):
+    """Packed rows, or tensor by tensor; all at once, or a few numbers at a time."""
+    layout = Layout.of({"a": (3, 2), "b": (5,)})
+
+    def record(seed: int, pack: bool = packed) -> Record:
+        row = torch.zeros(layout.length)
+        for place in layout.places.values():
+            size = place.stop - place.start
+            row[place] = torch.randn(size, generator=torch.Generator().manual_seed(seed))
+        tensors = Packed(layout, row)
+        return Record({PARAMS: tensors if pack else {n: t.clone() for n, t in tensors.items()}})
+
+    def result(pack: bool, at_once: int) -> Record:
+        monkeypatch.setattr(corr, "numbers_at_once", lambda device: at_once)
+        mean = Robust(rule).mean(record(0, pack))  # type: ignore[arg-type]
+        for seed in range(1, 10):
+            mean.add(record(seed, pack), float(seed))
+        return mean.update(record(0, pack))
+
+    assert largest_difference(result(packed, 13), result(False, 10**6)) < 1e-6
+
+
+@pytest.mark.parametrize("rule", RULES)
+def test_two_liars_of_seven_cannot_carry_the_model_away(rule: str):
+    """Honest updates lie within 1 of (1, 1); two liars are 1e6 away, in the same direction."""
+    values, _ = draws(5, 2, 0)
+    honest = [model(*(1 + 0.3 * v).tolist()) for v in values]
+    liars = [model(1e6, -1e6)] * 2
+    assert abs(averaged("none", honest + liars, [1] * 7)[0]) > 1e5
+    assert np.linalg.norm(np.subtract(averaged(rule, honest + liars, [1] * 7), 1)) < 2
+
+
+# -- identities -----------------------------------------------------------------------------------
+
+
+def trained(name: str, **options: Any) -> Record:
+    return Toy(name, rounds=2, federation=FederationSettings(**options)).run()[0]
+
+
+@pytest.mark.parametrize("name", ["fedavg", "fednova", "fedharmony"])
+def test_a_bound_that_nobody_reaches_changes_no_bit(name: str):
+    found = trained(name, robust="norm_bound", robust_bound=1e9, robust_cap=1e9)
+    assert ROBUST in found.groups
+    groups = {group: tensors for group, tensors in found.groups.items() if group != ROBUST}
+    assert same_bits(Record(groups), trained(name))
+
+
+@pytest.mark.parametrize("name", ["fedavg", "fednova", "fedharmony"])
+def test_nothing_cut_is_the_mean(name: str):
+    found = trained(name, robust="trimmed_mean", robust_bad=0.0, robust_cap=1e9)
+    plain = trained(name)
+    parts = [Record({PARAMS: state.get(PARAMS)}) for state in (found, plain)]
+    assert largest_difference(*parts) < 1e-4
+
+
+def test_no_rule_is_the_plain_mean():
+    assert type(Robust().mean(model(0))) is ModelMean
+
+
+@pytest.mark.parametrize("rule", RULES)
+@pytest.mark.parametrize("name", sorted(methods.names()))
+def test_every_method_trains_with_every_rule(name: str, rule: str):
+    """Sizes of 20 to 1; Krum's f is what five clients allow."""
+    options = FederationSettings(robust=rule, robust_bad=0.2, robust_bound=0.5)  # type: ignore[arg-type]
+    state, events = Toy(name, rounds=1, epochs=1, federation=options).run()
+    assert not events[0]["failures"]
+    plain = Toy(name, rounds=1, epochs=1).run()[0]
+    assert all(bool(t.isfinite().all()) for t in state.get(PARAMS).values())
+    pairs = [(state.get(PARAMS)[n], t) for n, t in plain.get(PARAMS).items()]
+    assert any(not torch.equal(a, b) for a, b in pairs)
+
+
+def test_whole_numbers_keep_the_servers_value():
+    for rule in RULES:
+        state = model(0, steps=torch.tensor(3), mean=torch.zeros(1))
+        mean = Robust(rule).mean(state)  # type: ignore[arg-type]
+        for k in range(5):
+            mean.add(model(k, steps=torch.tensor(k), mean=torch.full((1,), 2.0)), 1)
+        buffers = mean.update(state).get(BUFFERS)
+        assert buffers["steps"] == 3
+        assert 0 < buffers["mean"].item() <= 2
+
+
+def test_nobody_answered_keeps_the_state():
+    state = model(1, 2)
+    assert all(Robust(rule).mean(state).update(state) is state for rule in RULES)  # type: ignore[arg-type]
+
+
+def test_the_norm_bound_resumes_to_the_bit():
+    """Two rounds, then two more from the state alone: as four at once."""
+    toy = Toy(rounds=4, federation=FederationSettings(robust="norm_bound", robust_bound=0.7))
+    states: list[Record] = []
+    toy.loop().run(toy.initial(), 0, lambda e: None, lambda t, state: states.append(state))
+    later: list[Record] = []
+    toy.loop().run(states[1], 2, lambda e: None, lambda t, state: later.append(state))
+    assert same_bits(later[-1], states[-1])
+    assert len(states[-1].get(ROBUST)["lengths"]) == 4 * len(toy.sizes)
+
+
+# -- refused before round 0 -----------------------------------------------------------------------
+
+
+@pytest.mark.parametrize(
+    ("change", "words"),
+    [
+        ("federation.robust_bad=0.5", "robust_bad"),
+        ("federation.robust=mean", "robust"),
+        ("federation.robust_bound=0", "robust_bound"),
+        ("federation.robust_cap=0.5", "robust_cap"),
+        ("methods.fedharmony.trim=0.5", "trim"),
+        ("methods.fedharmony.consensus=krum", "consensus"),
+    ],
+)
+def test_bad_settings_are_refused(change: str, words: str):
+    with pytest.raises(ConfigError, match=words):
+        load_settings("demo", [change])
+
+
+def test_krum_needs_enough_clients():
+    """F = ⌈0.3 · 5⌉ = 2, and 2f + 3 = 7 clients are needed; of 10, f = 3 and 9 are."""
+    with pytest.raises(ConfigError, match=r"at least 7 clients .* 5 take part"):
+        refuse_small_cohort(Robust("multi_krum"), 5)
+    refuse_small_cohort(Robust("multi_krum"), 10)
+    refuse_small_cohort(Robust("median"), 1)
+
+
+# -- the closed-form head -------------------------------------------------------------------------
+
+
+def sums_of(features: Tensor, labels: Tensor) -> dict[str, Tensor]:
+    """What a client sends: A_k and B_k of f̃ = [f, 1]."""
+    f = torch.cat([features, torch.ones(len(features), 1)], dim=1).double()
+    return {"gram": corr.pack_upper((f.mT @ f)[None]), "cross": labels.double().mT @ f}
+
+
+def test_the_error_of_a_head_follows_from_sums():
+    """F = 0, 1, 3 with y = 0, 1, 0 and v = (½, ¼): residuals −¼, ¼, −1¾; squares sum to 3.1875."""
+    f, y = torch.tensor([[0.0], [1.0], [3.0]]), torch.tensor([[0.0], [1.0], [0.0]])
+    head = torch.tensor([[0.5, 0.25]], dtype=F64)
+    assert head_trust._error(sums_of(f, y), head) == pytest.approx(3.1875 / 3)
+
+
+def clients_of(count: int) -> list[tuple[Tensor, Tensor]]:
+    """30 images each: five features, three labels at about a tenth that a line predicts."""
+    generator = torch.Generator().manual_seed(0)
+    truth = torch.randn(5, 3, generator=generator)
+    found = []
+    for _ in range(count):
+        features = torch.randn(30, 5, generator=generator)
+        found.append((features, (features @ truth > 2.5).float()))
+    return found
+
+
+@pytest.mark.parametrize("lie", ["turned", "scaled", "labels"])
+def test_sums_of_liars_are_left_out(lie: str):
+    honest = [sums_of(f, y) for f, y in clients_of(10)]
+    liars = [sums_of(f, 1 - y if lie == "turned" else y) for f, y in clients_of(3)]
+    if lie == "scaled":  # ten times as many images as announced
+        liars = [{name: 10 * tensor for name, tensor in own.items()} for own in liars]
+    if lie == "labels":  # more images of a label than there are
+        liars = [{**own, "cross": own["cross"] * 100} for own in liars]
+    kept = head_trust.trusted([*liars, *honest], [30] * 13, 0.01)
+    assert [id(own) for own in kept] == [id(own) for own in honest]
+
+
+def test_honest_sums_are_all_believed():
+    honest = [sums_of(f, y) for f, y in clients_of(8)]
+    assert len(head_trust.trusted(honest, [30] * 8, 0.01)) == 8
+    assert head_trust.trusted([], [], 0.01) == []
+
+
+@pytest.mark.parametrize("known", [False, True])
+def test_a_head_start_with_liars_is_that_of_the_others(known: bool):
+    """With a matrix per label, too: where some labels are unknown."""
+    data = toy_data(200)
+    if known:
+        mask = np.random.default_rng(0).random(data.labels.shape) < 0.8
+        data = replace(data, known=mask)
+
+    def head(share: float, robust: str) -> Tensor:
+        options = FederationSettings(head_start="closed_form", robust=robust)  # type: ignore[arg-type]
+        toy = Toy(sizes=(40,) * 5, rounds=1, data=data, federation=options)
+        if share:
+            lies = AttackSettings("head_sums", share, strength=5.0)
+            toy.transport = Attack(lies, range(5), 0).over(toy.transport)
+        first, *_ = toy.loop().stages(0)
+        sent = first.broadcast(toy.initial(), 0, range(5))
+        replies = toy.transport.exchange(first, 0, sent)
+        state = first.aggregate(toy.initial(), 0, sent, iter(list(replies))).state
+        return state.get(PARAMS)["head.weight"]
+
+    truth = head(0.0, "none")
+    assert torch.equal(head(0.0, "median"), truth)
+    lied, borne = head(0.2, "none"), head(0.2, "median")
+    assert (borne - truth).norm() < 0.5 * (lied - truth).norm()
