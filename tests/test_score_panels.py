@@ -84,7 +84,8 @@ def test_calibration_by_hand() -> None:
     assert found.share.tolist() == [0.5, 1.0]
     assert found.count.tolist() == [4, 1]
     assert found.error == pytest.approx(0.2)
-    assert len(reliability(scores_of([[0.21], [0.28], [0.31]], [[1], [0], [0]])).count) == 2
+    three = reliability(scores_of([[0.21], [0.28], [0.31]], [[1], [0], [0]]))
+    assert three.count.tolist() == [2, 1]  # from 0.2 to 0.3, and from 0.3 to 0.4
     known = np.array([[False], [True], [True], [True], [True]])
     third = reliability(replace(scores, known=known))  # one of three is right: 3/4 · 1/12
     assert third.error == pytest.approx(3 / 4 * (1 / 3 - 0.25))
