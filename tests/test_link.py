@@ -40,6 +40,16 @@ def test_another_process_of_the_same_number_is_left_alone(tmp_path: Path) -> Non
     assert not link.down()  # else this test would have ended itself
 
 
+def test_a_gate_without_its_superlink_is_ended(tmp_path: Path) -> None:
+    link = Link(tmp_path)
+    gate = link._start("gate", [sys.executable, "-c", "import time; time.sleep(60)"])
+    about = {"processes": [[1, "gone"], [gate, links._began(gate)]], "address": "127.0.0.1:1"}
+    (tmp_path / "link.json").write_text(json.dumps(about))
+    assert link.pid is None
+    assert link.down()
+    assert links._began(gate) is None
+
+
 def test_without_a_superlink(tmp_path: Path) -> None:
     with pytest.raises(TransportError, match="flower up"):
         _ = Link(tmp_path).address

@@ -73,19 +73,19 @@ class Link:
             return {}
 
     @property
+    def _started(self) -> list[tuple[int, str]]:
+        """The SuperLink and its gate: number of the process, and when it began."""
+        return [(pid, began) for pid, began in self._about.get("processes", [])]
+
+    @property
     def pid(self) -> int | None:
         """The process of the SuperLink, if it runs."""
-        return next(iter(self._running()), None)
-
-    def _running(self) -> list[int]:
-        """The processes that :meth:`up` started and that still run."""
-        started: list[tuple[int, str]] = self._about.get("processes", [])
-        return [pid for pid, began in started if _began(pid) == began]
+        return next((pid for pid, began in self._started[:1] if _began(pid) == began), None)
 
     @property
     def address(self) -> str:
         """Host and port that sites use."""
-        if not self._running():
+        if self.pid is None:
             raise TransportError(
                 f"No SuperLink runs in {self.home}. Start it with 'fedharmony flower up'."
             )
@@ -109,8 +109,9 @@ class Link:
 
     def up(self, host: str, port: int, control_port: int) -> None:
         """Start the SuperLink on the loopback address, and a gate for sites; both stay."""
-        if self._running():
+        if self.pid is not None:
             raise TransportError(f"The SuperLink of {self.home} runs already, at {self.address}.")
+        self.down()  # a gate whose SuperLink is gone
         if not (self.certificates / "ca.crt").exists():
             raise ConfigError(
                 f"There are no certificates in {self.certificates}. Make them first: 'fedharmony "
@@ -155,7 +156,7 @@ class Link:
 
     def down(self) -> bool:
         """End what :meth:`up` started, with all that it started itself; False where none ran."""
-        running = self._running()
+        running = [pid for pid, began in self._started if _began(pid) == began]
         for pid in running:
             os.killpg(pid, signal.SIGTERM)
         until = time.monotonic() + END_S
