@@ -118,7 +118,7 @@ def test_a_mistake_in_a_real_process(tmp_path: Path) -> None:
     done = invoke(tmp_path, "run", "demo", "train.lrr=1")
     assert done.returncode == 2
     assert done.stderr == "Error: Unknown setting train.lrr. Did you mean 'lr'? Valid: " + (
-        "batch_size, epochs, lr, momentum, optimiser, weight_decay.\n"
+        "batch_size, epochs, lr, momentum, optimiser, schedule, weight_decay.\n"
     )
     assert done.stdout == ""
 
