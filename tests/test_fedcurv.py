@@ -16,7 +16,7 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-from fedharmony.config import build, read_toml
+from fedharmony.config import build
 from fedharmony.data.base import LabelledImages, TensorImages
 from fedharmony.engine import sweeping as engine
 from fedharmony.engine.cohort import Cohort
@@ -25,7 +25,7 @@ from fedharmony.engine.optimise import TrainSettings
 from fedharmony.errors import CheckpointError, ConfigError
 from fedharmony.experiments import run
 from fedharmony.experiments.folder import RunFolder
-from fedharmony.experiments.settings import built_in_configs, load_settings
+from fedharmony.experiments.settings import load_settings
 from fedharmony.losses import Batch, LossSettings
 from fedharmony.methods import fedcurv as module
 from fedharmony.methods.base import ClientView, Stage, Task
@@ -966,15 +966,6 @@ def test_a_killed_run_resumes_to_the_bit(policy: str, tmp_path: Path) -> None:
 def test_settings_out_of_range_are_refused(setting: str, value: Any) -> None:
     with pytest.raises(ConfigError, match=rf"methods\.fedcurv\.{setting}"):
         build(FedCurv.Config, {setting: value}, "methods.fedcurv")
-
-
-def test_the_settings_file_lists_every_default() -> None:
-    tree = read_toml(built_in_configs()["demo"].parent / "methods" / "fedcurv.toml")
-    assert tree["run"] == {"method": "fedcurv"}
-    listed = tree["methods"]["fedcurv"]
-    assert build(FedCurv.Config, listed, "methods.fedcurv") == FedCurv.Config()
-    assert listed.keys() == FedCurv.Config.__dataclass_fields__.keys()
-    assert {n: tuple(v) for n, v in tree["tune"]["fedcurv"].items()} == FedCurv.search
 
 
 # -- in the engine --------------------------------------------------------------------------------

@@ -16,14 +16,14 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
-from fedharmony.config import build, keys, read_toml
+from fedharmony.config import build
 from fedharmony.data.base import LabelledImages
 from fedharmony.engine.optimise import clip_gradients
 from fedharmony.errors import CheckpointError, ConfigError, DataError
 from fedharmony.experiments import run as runs
 from fedharmony.experiments.build import assemble
 from fedharmony.experiments.folder import RunFolder
-from fedharmony.experiments.settings import built_in_configs, load_settings
+from fedharmony.experiments.settings import load_settings
 from fedharmony.losses import Batch, LossSettings
 from fedharmony.methods.base import Task
 from fedharmony.methods.fedlgt import FedLGT
@@ -659,18 +659,6 @@ def test_impossible_settings_are_refused(key: str, value: Any) -> None:
 def test_heads_that_do_not_divide_the_width_are_refused_with_the_head() -> None:
     with pytest.raises(ConfigError, match="width 18 cannot have 4 heads"):
         method(embedding=18).head(6)
-
-
-def test_the_settings_file_lists_every_default() -> None:
-    path = built_in_configs()["methods/fedlgt"]
-    tree = read_toml(path)
-    own = tree["methods"]["fedlgt"]
-    assert build(FedLGT.Config, own, "methods.fedlgt") == FedLGT.Config()
-    assert [key for key in keys(FedLGT.Config) if key != "text"] == list(own)
-    assert "# text = " in path.read_text(encoding="utf-8")  # TOML has no null
-    assert tree["tune"]["fedlgt"] == {k: list(v) for k, v in FedLGT.search.items()}
-    settings = load_settings("demo", ["methods/fedlgt"])
-    assert (settings.method_name, settings.label) == ("fedlgt", "fedlgt-randtext")
 
 
 # -- odd sizes ------------------------------------------------------------------------------------

@@ -14,11 +14,11 @@ from hypothesis import strategies as st
 from sklearn.metrics import average_precision_score
 from torch import Tensor
 
-from fedharmony.config import build, tree_of
+from fedharmony.config import build
 from fedharmony.engine.checkpoint import load_record, save_record
 from fedharmony.engine.federation import FederationSettings
 from fedharmony.errors import ConfigError
-from fedharmony.experiments.settings import built_in_configs, load_settings
+from fedharmony.experiments.settings import load_settings
 from fedharmony.losses import Batch
 from fedharmony.methods.base import Groups, Outcome, Task
 from fedharmony.methods.fedavg import FedAvg
@@ -588,12 +588,3 @@ def test_a_pull_that_overshoots_is_refused() -> None:
 def test_wrong_settings_are_refused(values: dict[str, Any], message: str) -> None:
     with pytest.raises(ConfigError, match=message):
         build(FedNova.Config, values, "methods.fednova")
-
-
-def test_built_in_settings_list_every_default() -> None:
-    found = load_settings("demo", ["methods/fednova"])
-    assert found.label == "fednova"
-    assert found.methods["fednova"] == tree_of(FedNova.Config())
-    assert found.grids["fednova"] == {k: list(v) for k, v in FedNova.search.items()}
-    text = built_in_configs()["methods/fednova"].read_text(encoding="utf-8")
-    assert all(f"{name} = " in text for name in FedNova.Config.__dataclass_fields__)

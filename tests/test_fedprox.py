@@ -10,9 +10,8 @@ import pytest
 import torch
 from torch import Tensor, nn
 
-from fedharmony.config import build, tree_of
+from fedharmony.config import build
 from fedharmony.errors import ConfigError
-from fedharmony.experiments.settings import built_in_configs, load_settings
 from fedharmony.losses import Batch
 from fedharmony.methods.base import ClientView, Groups, Task
 from fedharmony.methods.fedprox import FedProx
@@ -360,11 +359,3 @@ def test_payload_is_fedavgs() -> None:
 def test_wrong_settings_are_refused(values: dict[str, Any], message: str) -> None:
     with pytest.raises(ConfigError, match=message):
         build(FedProx.Config, values, "methods.fedprox")
-
-
-def test_built_in_settings_list_every_default() -> None:
-    settings = load_settings("demo", ["methods/fedprox"])
-    assert settings.label == "fedprox"
-    assert settings.methods["fedprox"] == tree_of(FedProx.Config())
-    assert settings.grids["fedprox"] == {k: list(v) for k, v in FedProx.search.items()}
-    assert "methods/fedprox" in built_in_configs()

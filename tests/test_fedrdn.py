@@ -2,9 +2,8 @@
 
 from __future__ import annotations
 
-import tomllib
 from collections.abc import Iterator, Mapping, Sequence
-from dataclasses import asdict, replace
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -13,7 +12,6 @@ import pytest
 import torch
 from torch import Tensor
 
-import fedharmony
 from fedharmony.config import build
 from fedharmony.data.augment import AugmentSettings
 from fedharmony.data.base import DataSet, LabelledImages, TensorImages
@@ -497,11 +495,3 @@ def test_evaluation_uses_the_pooled_pair(monkeypatch: pytest.MonkeyPatch) -> Non
 def test_wrong_settings_are_refused(wrong: dict[str, Any]) -> None:
     with pytest.raises(ConfigError, match=next(iter(wrong))):
         build(FedRDN.Config, wrong, "methods.fedrdn")
-
-
-def test_the_listed_settings_are_the_defaults() -> None:
-    file = Path(fedharmony.__file__).parent / "configs" / "methods" / "fedrdn.toml"
-    listed = tomllib.loads(file.read_text(encoding="utf-8"))
-    assert listed["methods"]["fedrdn"] == asdict(FedRDN.Config())
-    assert listed["tune"]["fedrdn"] == {n: list(v) for n, v in FedRDN.search.items()}
-    assert listed["run"]["method"] == "fedrdn"

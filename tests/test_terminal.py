@@ -33,7 +33,7 @@ def fails(*_: object, **__: object) -> None:
 @pytest.fixture
 def unforeseen(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> Path:
     """A program with a fault, and the folder where it keeps traces."""
-    monkeypatch.setattr("fedharmony.experiments.run.assemble", fails)
+    monkeypatch.setattr("fedharmony.experiments.build.choose_device", fails)
     place = tmp_path / "temporary"
     place.mkdir()
     monkeypatch.setattr(tempfile, "tempdir", str(place))

@@ -376,7 +376,7 @@ def test_a_real_search_trains_evaluates_and_continues(
     def never(*args: Any) -> Any:
         raise AssertionError("finished trials are not run again")
 
-    monkeypatch.setattr(runs, "assemble", never)
+    monkeypatch.setattr(runs, "_rounds", never)
     (again,) = Search(settings, ["fedprox"], tmp_path).run(observe)
     assert again == first
     other = load_settings("demo", [*SMALL, "tune.lr=[0.001]", "train.batch_size=8"])

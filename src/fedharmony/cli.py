@@ -459,6 +459,7 @@ def sweep(
     numbers = _numbers(seeds)
     points = sweeps.plan(config, changes, _words(method_list), numbers, folder, crowd.size)
     planned = [run for point in points for run in point.runs]
+    failed: RunsFailedError | None = None
     with crowd.progress(quiet) as progress, _repeatable(folder), crowd.workers() as workers:
         data = sweeps.rehearse(points, progress)
         titles = [f"{point.name} {r.label} seed {r.seed}" for point in points for r in point.runs]
@@ -470,17 +471,23 @@ def sweep(
             sweeps.write_index(folder, Path(config).stem, points)
             for point in points:
                 held.enter_context(RunFolder(point.folder).writing())
-            if workers is None:
-                sweeps.execute(points, observer, data)
-            else:
-                workers.execute(planned, observer)
+            try:
+                if workers is None:
+                    sweeps.execute(points, observer, data)
+                else:
+                    workers.execute(planned, observer)
+            except RunsFailedError as error:
+                failed = error
             for point in points:
-                write_tables(load(point.folder))
+                if any(run.results is not None for run in point.runs):
+                    write_tables(load(point.folder))
             swept = write_sweep(folder)
     screen = console()
     screen.print(table_of(swept).to_rich(screen.width))
     if not quiet:
         screen.print(f"Report: {folder / 'report.html'}", soft_wrap=True)
+    if failed is not None:
+        raise failed
 
 
 @app.command()

@@ -135,7 +135,7 @@ def matching(pattern: str) -> list[Setting]:
     """The settings with ``pattern`` in their name or owner, or at the start of a word about them.
 
     >>> [setting.name for setting in matching("lr")]
-    ['train.lr', 'tune.lr']
+    ['train.lr', 'train.schedule', 'tune.lr']
     """
     word = re.compile(rf"\b{re.escape(pattern)}", re.IGNORECASE)
     wanted = pattern.lower()
