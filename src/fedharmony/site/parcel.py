@@ -11,6 +11,7 @@ from __future__ import annotations
 
 import json
 import socket
+import time
 from collections.abc import Mapping
 from dataclasses import dataclass, field
 from pathlib import Path
@@ -140,6 +141,15 @@ def _read(stream: socket.socket, count: int) -> bytes:
     while len(found) < count and (piece := stream.recv(min(PIECE, count - len(found)))):
         found += piece
     return bytes(found)
+
+
+def hear_out(stream: socket.socket, seconds: float) -> None:
+    """Drop what the other side still sends: closed before, it would not read the answer."""
+    stream.shutdown(socket.SHUT_WR)
+    stream.settimeout(seconds)
+    end = time.monotonic() + seconds
+    while time.monotonic() < end and stream.recv(PIECE):
+        pass
 
 
 def ask(place: str | Path, parcel: Parcel, wait_s: float | None = None) -> Parcel:

@@ -52,6 +52,7 @@ from fedharmony.site.parcel import (
     STAGE,
     STATUS,
     Parcel,
+    hear_out,
     receive,
     send,
 )
@@ -64,6 +65,8 @@ logger = logging.getLogger(__name__)
 
 #: A peer that is silent for so many seconds in the middle of a parcel is given up.
 SILENCE_S = 60.0
+#: One that sends more than it may is heard out for so many seconds.
+HEARD_OUT_S = 10.0
 #: The most clients that a server may speak of.
 MOST_CLIENTS = 1_000_000
 
@@ -312,6 +315,7 @@ def _converse(worker: Worker, stream: socket.socket, limit: int) -> None:
         except TransportError as error:
             logger.warning("%s", error)
             send(stream, Parcel(REFUSED, {"reason": str(error)}))
+            hear_out(stream, HEARD_OUT_S)
             return
         if question is not None:
             send(stream, worker.answer(question))
