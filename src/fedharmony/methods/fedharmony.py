@@ -94,7 +94,6 @@ RECOMMENDED: Mapping[str, Any] = {
     "normaliser": "pearson",
     "shrinkage": 0.03,
     "align_weight": 0.2,
-    "consensus": "support",
 }
 
 
@@ -202,7 +201,7 @@ class FedHarmony(Method):
         align_unseen: Literal["include", "mask", "only"] = "include"
         least_teacher: Annotated[float, Ge(0), Lt(1)] = 0.0
         neutral: bool = False
-        consensus: OperatorName = "support_trimmed"
+        consensus: OperatorName = "support"
         kappa: Annotated[float, Ge(0)] = 10.0
         min_examples: Annotated[int, Ge(0)] = 5
         min_support: Annotated[float, Ge(0), Le(1)] = 1e-3
