@@ -376,13 +376,16 @@ def test_a_resumed_run_has_the_same_average(tmp_path: Path, rule: str) -> None:
 
 
 def test_the_average_is_what_is_evaluated(tmp_path: Path) -> None:
-    """Of the same rounds, the plain run's last model and the averaged run's differ in metrics."""
-    found = [
-        start(demo(f"federation.server_average={e}"), RunFolder(tmp_path / str(e)), lambda _: None)
-        for e in (0, 0.9)
-    ]
+    """Also between the rounds, where clients go on from another model; not in round 0."""
+    found, curves = [], []
+    for e in (0, 0.9):
+        events: list[dict[str, Any]] = []
+        settings = demo(f"federation.server_average={e}")
+        found.append(start(settings, RunFolder(tmp_path / str(e)), events.append))
+        curves.append([x["metrics"]["mAP"] for x in events if x["event"] == "evaluate"])
     assert found[0]["metrics"] != found[1]["metrics"]
     assert found[0]["state_sha256"] != found[1]["state_sha256"]
+    assert [a == b for a, b in zip(*curves, strict=True)] == [True, False, False]
 
 
 def test_every_method_has_the_preset_plus() -> None:

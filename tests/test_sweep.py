@@ -11,9 +11,11 @@ import pytest
 
 from fake_run import write_fake_comparison
 from fedharmony.errors import CheckpointError, ConfigError
+from fedharmony.experiments import compare
 from fedharmony.experiments import run as runs
-from fedharmony.experiments.sweep import plan, split_changes
-from fedharmony.report.sweep import load_sweep, sections, table_of, to_csv, write_sweep
+from fedharmony.experiments.sweep import execute as execute_all
+from fedharmony.experiments.sweep import kind_of_data, plan, split_changes
+from fedharmony.report.sweep import load_sweep, page, sections, table_of, to_csv, write_sweep
 from test_cli import refuse, succeed
 
 SMALL = [
@@ -133,6 +135,35 @@ def test_a_sweep_under_way(tmp_path: Path) -> None:
     assert (len(swept.points), swept.missing) == (2, 1)
     write_sweep(folder)
     assert "1 comparison of the sweep not begun yet" in (folder / "report.html").read_text()
+
+
+def test_runs_are_numbered_through_all_points(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    points = plan("demo", ["train.lr=0.1,0.2,0.3"], ["fedavg", "fedprox"], [0], tmp_path)
+    seen: list[int] = []
+
+    def execute(runs: Any, observer: Any, data: Any) -> None:
+        for i, run in enumerate(runs):
+            observer(i, run)
+
+    monkeypatch.setattr(compare, "execute", execute)
+    data: Any = {kind_of_data(point): None for point in points}
+    execute_all(points, lambda i, run: seen.append(i) or (lambda event: None), data)  # type: ignore[func-returns-value]
+    assert seen == [0, 1, 2, 3, 4, 5]
+
+
+def test_runs_under_way_are_not_drawn(tmp_path: Path) -> None:
+    folder = write_fake_sweep(tmp_path, {"train.lr": ["0.1", "0.2"]})
+    whole = sections(load_sweep(folder))["sweep-1"].pictures[0].svg
+    run = folder / "train.lr=0.2" / "fedavg" / "seed-1"
+    (run / "results.json").unlink()
+    log = (run / "events.jsonl").read_text().splitlines()
+    (run / "events.jsonl").write_text("\n".join(x for x in log if '"finish"' not in x) + "\n")
+    swept = load_sweep(folder)
+    assert [r.status == "completed" for r in swept.points[1][1].groups["fedavg"]] == [True, False]
+    assert sections(swept)["sweep-1"].pictures[0].svg != whole
+    assert "1 run not finished" in page(swept)
 
 
 @pytest.mark.parametrize("text", ["{}", "[]", '{"points": 3}', "{"])
