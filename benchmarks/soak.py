@@ -6,6 +6,7 @@ compiled nor recorded), and bfloat16 alone. The relative difference ‖Δ − Δ
 client's update Δ may be three times the largest one that bfloat16 alone makes in that round, and
 never not finite. Plain SGD, because Adam turns the last bits of a small gradient into whole steps.
 Fresh memory is filled with NaN before every round, so that a read of what was never written shows.
+Processes share the GPU's memory in equal parts.
 
     python benchmarks/soak.py [--methods all] [--models Ti,S] [--sizes equal,flair] [--seeds 0]
                               [--rounds 2] [--at-once 8] [--repeat 1] [--device cuda]
@@ -143,6 +144,8 @@ class Soaked:
 def work(options: argparse.Namespace) -> None:
     """One process: prints a JSON line per round."""
     device = torch.device(options.device)
+    if device.type == "cuda":
+        torch.cuda.set_per_process_memory_fraction(1 / options.at_once, device)
     soaked = Soaked(
         options.methods, options.models, SIZES[options.sizes], int(options.seeds), options.side,
         device,
@@ -196,8 +199,8 @@ def main() -> None:
                 command = [sys.executable, __file__, "--worker"]
                 for flag, value in zip(("methods", "models", "sizes", "seeds"), job, strict=True):
                     command += [f"--{flag}", value]
-                for flag in ("rounds", "side", "device"):
-                    command += [f"--{flag}", str(getattr(options, flag))]
+                for flag in ("rounds", "side", "device", "at-once"):
+                    command += [f"--{flag}", str(getattr(options, flag.replace("-", "_")))]
                 env = {**shared, **os.environ, "TORCHINDUCTOR_CACHE_DIR": str(place)}
                 with (place / "out").open("w") as out, (place / "err").open("w") as err:
                     process = subprocess.Popen(command, stdout=out, stderr=err, text=True, env=env)

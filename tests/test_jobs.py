@@ -210,6 +210,29 @@ def test_devices_take_turns(monkeypatch: pytest.MonkeyPatch) -> None:
     assert alone._idle(set()).device is None
 
 
+def test_processes_share_the_memory_of_a_gpu(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Three processes on a GPU: each may take a third, and is told so before it loads anything."""
+    taken: list[tuple[float, torch.device]] = []
+
+    class Pipe:
+        def send(self, message: tuple[str, Any]) -> None:
+            assert message[0] == "failed"
+
+    def refuse(*args: Any) -> DataSet:
+        raise ConfigError("far enough")
+
+    set_part = "set_per_process_memory_fraction"
+    monkeypatch.setattr(torch.cuda, set_part, lambda part, device: taken.append((part, device)))
+    monkeypatch.setattr(torch.cuda, "device_count", lambda: 2)
+    monkeypatch.setattr(jobs, "rehearse", refuse)
+    settings = load_settings("demo", [*SMALL, "engine.device=cuda:1"]).with_run("fedavg")
+    order = jobs._Order(tmp_path, settings.tree(), "cuda:1", Workers(3).share)
+    jobs._carry_out(order, cast(Any, Pipe()), {})
+    assert taken == [(pytest.approx(1 / 3), torch.device("cuda:1"))]
+
+
 def test_the_board_counts_runs_and_foretells_the_time(monkeypatch: pytest.MonkeyPatch) -> None:
     """Four runs of 10 rounds, the first done before, the third resumed after round 5.
 

@@ -920,23 +920,25 @@ def test_large_models_train_fewer_at_once_on_a_cpu() -> None:
 
 
 @pytest.mark.parametrize(
-    ("free", "total", "rule"),
+    ("free", "total", "part", "rule"),
     [
-        (10**11, 10**11, StackRule(48, 16, 384, common_bits=1)),
-        (9 * 10**9, 10**10, StackRule(44, 16, 266, common_bits=1)),
-        (8 * 10**9, 10**11, StackRule(44, 16, 266, common_bits=1)),
+        (10**11, 10**11, 1.0, StackRule(48, 16, 384, common_bits=1)),
+        (9 * 10**9, 10**10, 1.0, StackRule(44, 16, 266, common_bits=1)),
+        (8 * 10**9, 10**11, 1.0, StackRule(44, 16, 266, common_bits=1)),
+        (9 * 10**10, 10**11, 0.1, StackRule(44, 16, 266, common_bits=1)),
     ],
 )
 def test_widths_on_a_gpu_follow_from_its_memory(
-    monkeypatch: pytest.MonkeyPatch, free: int, total: int, rule: StackRule
+    monkeypatch: pytest.MonkeyPatch, free: int, total: int, part: float, rule: StackRule
 ) -> None:
     """A million weights, five copies: 20 MB a client, and 10 MB an image; 0.8 of the memory.
 
     Of 80 GB, 444 clients with 16 images fit: 48 are enough, and eight times as many with one image
     each. Of 8 GB, 44 fit, and 266 with one image (30 MB): whether the GPU has no more, whatever is
-    free of it beyond that, or others have taken the rest.
+    free of it beyond that, or others have taken the rest, or this process may take a tenth.
     """
     monkeypatch.setattr(torch.cuda, "mem_get_info", lambda device: (free, total))
+    monkeypatch.setattr(torch.cuda, "get_per_process_memory_fraction", lambda device: part)
     monkeypatch.setattr(RoomTest, "_bytes_per_image", lambda self: 10**7)
     params = {"w": torch.zeros(10**6)}
     gpu = torch.device("cuda")

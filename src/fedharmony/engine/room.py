@@ -31,7 +31,8 @@ COPIES = 5
 #: backward pass needs some more; compiled, far less is left behind.
 BACKWARD, COMPILED = 1.3, 0.6
 #: What the weights of a stack may occupy on a CPU, and the share of a GPU's memory that a stack may
-#: occupy. The share is of all memory, unless less is free: bits should not depend on what is free.
+#: occupy. The share is of all memory that this process may take, unless less is free: bits should
+#: not depend on what is free.
 CPU_BYTES, GPU_SHARE = 1 << 32, 0.8
 
 
@@ -130,14 +131,15 @@ class RoomTest:
     def _room(self) -> float:
         """Bytes that a stack may occupy on a GPU."""
         free, total = torch.cuda.mem_get_info(self.device)
-        if free < GPU_SHARE * total:
+        allowed = GPU_SHARE * total * torch.cuda.get_per_process_memory_fraction(self.device)
+        if free < allowed:
             log.info(
                 "%.0f of %.0f GB of the GPU's memory are taken: stacks may be narrower than when "
                 "the GPU is free, and results then differ in their last bits.",
                 (total - free) / 1e9,
                 total / 1e9,
             )
-        return min(free, GPU_SHARE * total)
+        return min(free, allowed)
 
     def _bytes_per_image(self) -> int:
         """What the forward pass of an image leaves for the backward pass, and room for that."""

@@ -4,12 +4,14 @@ The processes share nothing but the folders of the runs, each of which one proce
 The first process plans, hands out runs and follows them; a worker loads data once for all runs
 that share them, and sends back what its runs have to say. Workers do not outlive the first process:
 it stops them when it is stopped, and they stop themselves when it is gone. The same command then
-goes on.
+goes on. Processes on one GPU get equal parts of its memory, so that what one takes changes neither
+the stacks of another, hence its last bits, nor leaves it without memory.
 """
 
 from __future__ import annotations
 
 import logging
+import math
 import multiprocessing
 import os
 import signal
@@ -22,6 +24,8 @@ from multiprocessing.connection import Connection, wait
 from pathlib import Path
 from types import TracebackType
 from typing import Any, Self
+
+import torch
 
 from fedharmony.data.base import DataSet
 from fedharmony.engine.federation import Event
@@ -54,6 +58,15 @@ class Workers:
         self._jobs, self._devices = jobs, devices
         self._all: list[_Worker] = []
         self._said: set[str] = set()
+
+    @property
+    def share(self) -> float:
+        """The part of its GPU's memory that each process may take.
+
+        >>> Workers(8).share, Workers(5, ["cpu", "cpu:0"]).share
+        (0.125, 0.3333333333333333)
+        """
+        return 1 / math.ceil(self._jobs / max(1, len(self._devices)))
 
     def __enter__(self) -> Self:
         return self
@@ -95,7 +108,7 @@ class Workers:
                 number = waiting.popleft()
                 worker = self._idle({id(w) for w, *_ in busy.values()})
                 busy[worker.pipe] = worker, number, observer(number, runs[number])
-                worker.order(runs[number])
+                worker.order(runs[number], self.share)
             for pipe in wait(list(busy)):
                 assert isinstance(pipe, Connection)
                 worker, number, observe = busy[pipe]
@@ -144,13 +157,13 @@ class _Worker:
         self.process.start()
         other.close()  # so that the pipe ends with the process
 
-    def order(self, run: Planned) -> None:
-        """Hand out a run."""
+    def order(self, run: Planned, share: float) -> None:
+        """Hand out a run, and the part of a GPU's memory that it may take."""
         settings = run.settings
         if self.device is not None:
             settings = replace(settings, engine=replace(settings.engine, device=self.device))
         try:
-            self.pipe.send(_Order(run.folder.path, settings.tree(), self.device))
+            self.pipe.send(_Order(run.folder.path, settings.tree(), self.device, share))
         except OSError:  # it has died: its answer says so
             return
 
@@ -192,6 +205,7 @@ class _Order:
     folder: Path
     settings: dict[str, Any]
     device: str | None
+    share: float = 1.0
 
 
 class _SendLog(logging.Handler):
@@ -233,6 +247,9 @@ def _carry_out(order: _Order, pipe: Connection, held: dict[str, DataSet]) -> Non
 
     try:
         run = Planned(compose(order.settings), RunFolder(order.folder))
+        device = choose_device(run.settings.engine.device)
+        if device.type == "cuda":
+            torch.cuda.set_per_process_memory_fraction(order.share, device)
         kind = repr(run.settings.data)
         if kind not in held:
             held.clear()
