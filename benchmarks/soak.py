@@ -6,7 +6,7 @@ compiled nor recorded), and bfloat16 alone. The relative difference ‖Δ − Δ
 client's update Δ may be three times the largest one that bfloat16 alone makes in that round, and
 never not finite. Plain SGD, because Adam turns the last bits of a small gradient into whole steps.
 Fresh memory is filled with NaN before every round, so that a read of what was never written shows.
-Processes share the GPU's memory in equal parts.
+Processes plan with equal parts of the GPU's memory.
 
     python benchmarks/soak.py [--methods all] [--models Ti,S] [--sizes equal,flair] [--seeds 0]
                               [--rounds 2] [--at-once 8] [--repeat 1] [--device cuda]
@@ -71,7 +71,14 @@ class Soaked:
     """One method on one model and one set of client sizes, in three ways."""
 
     def __init__(
-        self, method: str, model: str, sizes: list[int], seed: int, side: int, device: torch.device
+        self,
+        method: str,
+        model: str,
+        sizes: list[int],
+        seed: int,
+        side: int,
+        device: torch.device,
+        share: float = 1.0,
     ) -> None:
         backbone = models[NAMES[model]](models[NAMES[model]].Config(), InputSpec(3, side, side))
         task = Task(
@@ -101,7 +108,7 @@ class Soaked:
                 net, self.method, data, clients, settings, seed, device, frozen=frozen, means=means
             )
             params = {**trained, **frozen}
-            rule = RoomTest(net, params, means, device, BATCH, (3, side, side)).rule()
+            rule = RoomTest(net, params, means, device, BATCH, (3, side, side), share).rule()
             self.ways[name] = InProcess(cohort, rule)
         state = self.method.init_state(trained, backbone.init_buffers())
         self.state: Record = (state.replace({FROZEN: frozen}) if frozen else state).to(device)
@@ -144,11 +151,9 @@ class Soaked:
 def work(options: argparse.Namespace) -> None:
     """One process: prints a JSON line per round."""
     device = torch.device(options.device)
-    if device.type == "cuda":
-        torch.cuda.set_per_process_memory_fraction(1 / options.at_once, device)
     soaked = Soaked(
         options.methods, options.models, SIZES[options.sizes], int(options.seeds), options.side,
-        device,
+        device, 1 / options.at_once,
     )  # fmt: skip
     for row in soaked.rounds(options.rounds):
         print(json.dumps(row), flush=True)

@@ -142,14 +142,27 @@ def test_ctrl_c_ends_all_processes_and_loses_nothing(plugin: str, tmp_path: Path
     assert engine["threads"] == max(1, torch.get_num_threads() // 2)
 
 
-def test_threads_are_shared_unless_they_are_set(tmp_path: Path) -> None:
+def test_a_process_that_waits_ends_even_if_no_signal_wakes_it(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    """On a GPU a thread of CUDA may take the signal."""
+    worker = jobs._Worker(None)
+    monkeypatch.setattr(worker.process, "terminate", lambda: None)
+    worker.dismiss()
+    worker.process.join(60)
+    assert worker.process.exitcode == 0
+
+
+def test_threads_and_memory_are_shared_unless_they_are_set(tmp_path: Path) -> None:
     threads = torch.get_num_threads()
     demo = load_settings("demo")
     for number in (1, 2, 1000):
         (run,) = plan(demo, ["fedavg"], [0], tmp_path, number)
         assert run.settings.engine.threads == max(1, threads // number)
-    (run,) = plan(load_settings("demo", ["engine.threads=7"]), ["fedavg"], [0], tmp_path, 4)
-    assert run.settings.engine.threads == 7
+        assert run.settings.engine.gpu_share == (1 / number if number > 1 else None)
+    own = load_settings("demo", ["engine.threads=7", "engine.gpu_share=0.5"])
+    (run,) = plan(own, ["fedavg"], [0], tmp_path, 4)
+    assert (run.settings.engine.threads, run.settings.engine.gpu_share) == (7, 0.5)
 
 
 def test_devices_are_checked_first(tmp_path: Path) -> None:
@@ -208,29 +221,6 @@ def test_devices_take_turns(monkeypatch: pytest.MonkeyPatch) -> None:
     assert workers._idle({id(worker) for worker in busy if not worker.gone}).device == "cpu:0"
     alone = Workers(2)
     assert alone._idle(set()).device is None
-
-
-def test_processes_share_the_memory_of_a_gpu(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    """Three processes on a GPU: each may take a third, and is told so before it loads anything."""
-    taken: list[tuple[float, torch.device]] = []
-
-    class Pipe:
-        def send(self, message: tuple[str, Any]) -> None:
-            assert message[0] == "failed"
-
-    def refuse(*args: Any) -> DataSet:
-        raise ConfigError("far enough")
-
-    set_part = "set_per_process_memory_fraction"
-    monkeypatch.setattr(torch.cuda, set_part, lambda part, device: taken.append((part, device)))
-    monkeypatch.setattr(torch.cuda, "device_count", lambda: 2)
-    monkeypatch.setattr(jobs, "rehearse", refuse)
-    settings = load_settings("demo", [*SMALL, "engine.device=cuda:1"]).with_run("fedavg")
-    order = jobs._Order(tmp_path, settings.tree(), "cuda:1", Workers(3).share)
-    jobs._carry_out(order, cast(Any, Pipe()), {})
-    assert taken == [(pytest.approx(1 / 3), torch.device("cuda:1"))]
 
 
 def test_the_board_counts_runs_and_foretells_the_time(monkeypatch: pytest.MonkeyPatch) -> None:

@@ -938,11 +938,11 @@ def test_widths_on_a_gpu_follow_from_its_memory(
     free of it beyond that, or others have taken the rest, or this process may take a tenth.
     """
     monkeypatch.setattr(torch.cuda, "mem_get_info", lambda device: (free, total))
-    monkeypatch.setattr(torch.cuda, "get_per_process_memory_fraction", lambda device: part)
     monkeypatch.setattr(RoomTest, "_bytes_per_image", lambda self: 10**7)
     params = {"w": torch.zeros(10**6)}
     gpu = torch.device("cuda")
-    assert RoomTest(small_vit(), params, Means(graphs=True), gpu, 16, (3, 8, 8)).rule() == rule
+    test = RoomTest(small_vit(), params, Means(graphs=True), gpu, 16, (3, 8, 8), part)
+    assert test.rule() == rule
 
 
 def test_a_model_is_evaluated_alike_whether_clients_or_a_file_gave_it() -> None:

@@ -31,7 +31,7 @@ COPIES = 5
 #: backward pass needs some more; compiled, far less is left behind.
 BACKWARD, COMPILED = 1.3, 0.6
 #: What the weights of a stack may occupy on a CPU, and the share of a GPU's memory that a stack may
-#: occupy. The share is of all memory that this process may take, unless less is free: bits should
+#: occupy. The share is of all memory, or of the run's part of it, unless less is free: bits should
 #: not depend on what is free.
 CPU_BYTES, GPU_SHARE = 1 << 32, 0.8
 
@@ -103,6 +103,7 @@ class RoomTest:
         device: where.
         batch_size: rows of a full batch.
         image: shape of an input.
+        share: part of the GPU's memory that the run may plan with.
     """
 
     model: Model
@@ -111,6 +112,7 @@ class RoomTest:
     device: torch.device
     batch_size: int
     image: tuple[int, ...]
+    share: float = 1.0
 
     def rule(self) -> StackRule:
         """The widths that fit into memory and fill the device."""
@@ -131,7 +133,7 @@ class RoomTest:
     def _room(self) -> float:
         """Bytes that a stack may occupy on a GPU."""
         free, total = torch.cuda.mem_get_info(self.device)
-        allowed = GPU_SHARE * total * torch.cuda.get_per_process_memory_fraction(self.device)
+        allowed = GPU_SHARE * total * self.share
         if free < allowed:
             log.info(
                 "%.0f of %.0f GB of the GPU's memory are taken: stacks may be narrower than when "

@@ -109,12 +109,13 @@ class Assembly:
 
     def stack_rule(self) -> StackRule:
         """How many clients train at once: as the settings say, or as a trial shows."""
-        stack, model = self.settings.engine.stack, self.blueprint.model
-        if stack is not None:
-            return StackRule(stack if model.backbone.stackable else 1)
+        engine, model = self.settings.engine, self.blueprint.model
+        if engine.stack is not None:
+            return StackRule(engine.stack if model.backbone.stackable else 1)
         trained, frozen = self.blueprint.parameters
         batch, shape = self.settings.train.batch_size, self.data.train.images.shape
-        return RoomTest(model, {**trained, **frozen}, self.means, self.device, batch, shape).rule()
+        params, share = {**trained, **frozen}, engine.gpu_share or 1.0
+        return RoomTest(model, params, self.means, self.device, batch, shape, share).rule()
 
 
 def assemble(

@@ -4,18 +4,18 @@ The processes share nothing but the folders of the runs, each of which one proce
 The first process plans, hands out runs and follows them; a worker loads data once for all runs
 that share them, and sends back what its runs have to say. Workers do not outlive the first process:
 it stops them when it is stopped, and they stop themselves when it is gone. The same command then
-goes on. Processes on one GPU get equal parts of its memory, so that what one takes changes neither
-the stacks of another, hence its last bits, nor leaves it without memory.
+goes on.
 """
 
 from __future__ import annotations
 
+import gc
 import logging
-import math
 import multiprocessing
 import os
 import signal
 import threading
+import time
 import traceback
 from collections import deque
 from collections.abc import Callable, Sequence
@@ -59,15 +59,6 @@ class Workers:
         self._all: list[_Worker] = []
         self._said: set[str] = set()
 
-    @property
-    def share(self) -> float:
-        """The part of its GPU's memory that each process may take.
-
-        >>> Workers(8).share, Workers(5, ["cpu", "cpu:0"]).share
-        (0.125, 0.3333333333333333)
-        """
-        return 1 / math.ceil(self._jobs / max(1, len(self._devices)))
-
     def __enter__(self) -> Self:
         return self
 
@@ -78,11 +69,12 @@ class Workers:
         trace: TracebackType | None,
     ) -> None:
         """End all processes; those that are at work write down how far they got."""
+        patience_ends = time.monotonic() + PATIENCE
         try:
             for worker in self._all:
                 worker.dismiss()
             for worker in self._all:
-                worker.process.join(PATIENCE)
+                worker.process.join(max(0.0, patience_ends - time.monotonic()))
         finally:  # even if a second Ctrl-C comes
             for worker in self._all:
                 worker.process.kill()
@@ -108,7 +100,7 @@ class Workers:
                 number = waiting.popleft()
                 worker = self._idle({id(w) for w, *_ in busy.values()})
                 busy[worker.pipe] = worker, number, observer(number, runs[number])
-                worker.order(runs[number], self.share)
+                worker.order(runs[number])
             for pipe in wait(list(busy)):
                 assert isinstance(pipe, Connection)
                 worker, number, observe = busy[pipe]
@@ -157,13 +149,13 @@ class _Worker:
         self.process.start()
         other.close()  # so that the pipe ends with the process
 
-    def order(self, run: Planned, share: float) -> None:
-        """Hand out a run, and the part of a GPU's memory that it may take."""
+    def order(self, run: Planned) -> None:
+        """Hand out a run."""
         settings = run.settings
         if self.device is not None:
             settings = replace(settings, engine=replace(settings.engine, device=self.device))
         try:
-            self.pipe.send(_Order(run.folder.path, settings.tree(), self.device, share))
+            self.pipe.send(_Order(run.folder.path, settings.tree(), self.device))
         except OSError:  # it has died: its answer says so
             return
 
@@ -178,9 +170,14 @@ class _Worker:
         return str(kind), content
 
     def dismiss(self) -> None:
-        """Ask the process to end, whatever it does."""
+        """Ask the process to end, whatever it does.
+
+        The signal may reach a thread of CUDA, which does not wake one that waits for work: that one
+        sees the pipe end.
+        """
         if self.process.is_alive():
             self.process.terminate()
+        self.pipe.close()
 
 
 def _ending(code: int | None) -> str:
@@ -205,7 +202,6 @@ class _Order:
     folder: Path
     settings: dict[str, Any]
     device: str | None
-    share: float = 1.0
 
 
 class _SendLog(logging.Handler):
@@ -231,8 +227,10 @@ def _work(pipe: Connection) -> None:
     try:
         while True:
             _carry_out(pipe.recv(), pipe, held)
+            gc.collect()  # a run's recorded steps hold memory of the GPU until they go
+            torch.cuda.empty_cache()  # does nothing where no GPU was used
     except (Stopped, EOFError, OSError):
-        return
+        os._exit(0)
 
 
 def _carry_out(order: _Order, pipe: Connection, held: dict[str, DataSet]) -> None:
@@ -247,9 +245,6 @@ def _carry_out(order: _Order, pipe: Connection, held: dict[str, DataSet]) -> Non
 
     try:
         run = Planned(compose(order.settings), RunFolder(order.folder))
-        device = choose_device(run.settings.engine.device)
-        if device.type == "cuda":
-            torch.cuda.set_per_process_memory_fraction(order.share, device)
         kind = repr(run.settings.data)
         if kind not in held:
             held.clear()

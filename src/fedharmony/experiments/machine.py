@@ -69,10 +69,12 @@ def choose_means(engine: EngineSettings, device: torch.device, elements: int, im
 def with_threads(settings: Settings, jobs: int = 1) -> Settings:
     """The same settings with the number of CPU threads written down: the bits depend on it.
 
-    Where the settings leave it open, ``jobs`` runs at once share the threads of one.
+    Where the settings leave it open, ``jobs`` runs at once share the threads of one, and plan with
+    equal parts of a GPU's memory: what a neighbour takes must not decide on stacks.
     """
     threads = settings.engine.threads or max(1, torch.get_num_threads() // jobs)
-    return replace(settings, engine=replace(settings.engine, threads=threads))
+    part = settings.engine.gpu_share or (1 / jobs if jobs > 1 else None)
+    return replace(settings, engine=replace(settings.engine, threads=threads, gpu_share=part))
 
 
 def switch_torch(engine: EngineSettings) -> None:

@@ -190,6 +190,8 @@ class EngineSettings:
         threads: CPU threads; none takes torch's choice when the run starts. The bits of a result
             depend on it, so a resumed run keeps the number.
         tf32: matrix products on CUDA with shorter mantissas: faster, less exact.
+        gpu_share: part of a GPU's memory that stacks are planned for; none takes all of it, and of
+            several runs at once an equal part each.
         memory_mb: what clients keep between rounds is on disk; this much of it also in memory.
         wait_s: of several processes, how many seconds one waits for another in an exchange.
     """
@@ -203,6 +205,7 @@ class EngineSettings:
     sweep_batch: Annotated[int, Ge(1), Le(65_536)] = 32
     threads: Annotated[int, Ge(1), Le(1024)] | None = None
     tf32: bool = False
+    gpu_share: Annotated[float, Gt(0), Le(1)] | None = None
     memory_mb: Annotated[int, Ge(0)] = 1024
     wait_s: Annotated[float, Gt(0), Le(10**6)] = 1800.0
 
