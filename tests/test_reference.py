@@ -15,7 +15,7 @@ from unittest import mock
 import pytest
 
 from fedharmony.cli import main
-from fedharmony.cli_settings import complete_config, complete_methods
+from fedharmony.cli_options import complete_config, complete_methods
 from fedharmony.config import keys
 from fedharmony.errors import FedHarmonyError
 from fedharmony.experiments import dry_run
