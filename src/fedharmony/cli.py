@@ -9,7 +9,7 @@ import gc
 import logging
 import os
 import sys
-from typing import Annotated
+from typing import Annotated, Any
 
 import typer
 
@@ -66,13 +66,10 @@ def _version(show: bool) -> None:
 def options(
     version: Annotated[
         bool,
-        typer.Option(
-            "--version", callback=_version, is_eager=True, metavar="", help="Print the version."
-        ),
+        typer.Option("--version", callback=_version, is_eager=True, help="Print the version."),
     ] = False,
     debug: Annotated[
-        bool,
-        typer.Option(DEBUG, metavar="", help="Show the trace of an error; works anywhere."),
+        bool, typer.Option(DEBUG, help="Show the trace of an error; works anywhere.")
     ] = False,
 ) -> None:
     """Options of the program itself."""
@@ -93,7 +90,18 @@ def main() -> None:
         handler.setFormatter(PlainFormatter())
         logger.addHandler(handler)
     words = [word for word in sys.argv[1:] if word != DEBUG]
-    leave(exit_code_of(lambda: app(words, standalone_mode=False), debug=DEBUG in sys.argv[1:]))
+    command = _flags_without_type(typer.main.get_command(app))
+    leave(exit_code_of(lambda: command(words, standalone_mode=False), debug=DEBUG in sys.argv[1:]))
+
+
+def _flags_without_type(command: Any) -> Any:
+    """The command; help shows ``--quiet`` and not ``--quiet <bool>``, below it as well."""
+    for option in command.get_params(typer.Context(command)):
+        if getattr(option, "is_flag", False):
+            option.metavar = ""
+    for inner in getattr(command, "commands", {}).values():
+        _flags_without_type(inner)
+    return command
 
 
 def _leave_garbage() -> None:

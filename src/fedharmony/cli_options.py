@@ -112,13 +112,12 @@ Methods = Annotated[
 Seeds = Annotated[str, typer.Option(help="Comma-separated seeds of run and initial model.")]
 Quiet = Annotated[
     bool,
-    typer.Option("--quiet", "-q", metavar="", help="Print only the result.", callback=hush),
+    typer.Option("--quiet", "-q", help="Print only the result.", callback=hush),
 ]
 DryRun = Annotated[
     bool,
     typer.Option(
         "--dry-run",
-        metavar="",
         help="Check everything and show the plan; train nothing, write no run.",
     ),
 ]

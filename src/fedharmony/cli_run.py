@@ -147,6 +147,8 @@ def sweep(
     out: Out = None,
     device: Devices = None,
     quiet: Quiet = False,
+    dry_run: DryRun = False,
+    plugin: Plugins = None,
 ) -> None:
     """Compare methods at every value of a setting: lines with bands, tables, a page.
 
@@ -164,10 +166,14 @@ def sweep(
     from fedharmony.report.tables import write_tables
 
     crowd = _Crowd(jobs, _words(device or ""))
-    changes = changes_of(overrides, crowd.devices[0] if crowd.devices else None, None)
+    changes = changes_of(overrides, crowd.devices[0] if crowd.devices else None, plugin)
     folder = out or Path("runs") / f"{Path(config).stem}-sweep"
     numbers = _numbers(seeds)
     points = sweeps.plan(config, changes, _words(method_list), numbers, folder, crowd.size)
+    if dry_run:
+        from fedharmony.experiments.dry_run import plan_of_sweep
+
+        return print_plan(plan_of_sweep(points, folder))
     planned = [run for point in points for run in point.runs]
     failed: RunsFailedError | None = None
     with crowd.progress(quiet) as progress, repeatable(folder), crowd.workers() as workers:
@@ -198,6 +204,7 @@ def sweep(
         screen.print(f"Report: {folder / 'report.html'}", soft_wrap=True)
     if failed is not None:
         raise failed
+    return None
 
 
 def tune(
