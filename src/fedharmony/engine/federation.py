@@ -19,6 +19,7 @@ from annotated_types import Ge, Gt, Le, Lt
 from pydantic import Field
 from torch import Tensor
 
+from fedharmony.config import Checked
 from fedharmony.engine.sampling import drops_out
 from fedharmony.engine.server_average import ServerAverage
 from fedharmony.errors import ClientLimitError
@@ -40,7 +41,7 @@ _UNASKED = "it was not asked, or has answered already"
 
 
 @dataclass(frozen=True)
-class FederationSettings:
+class FederationSettings(Checked):
     """Who takes part, and what happens when clients fail.
 
     Attributes:

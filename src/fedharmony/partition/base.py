@@ -19,6 +19,7 @@ from typing import Any, ClassVar, TypeAlias, final
 import numpy as np
 import numpy.typing as npt
 
+from fedharmony.config import Checked
 from fedharmony.errors import PartitionError
 from fedharmony.files import write_atomically
 from fedharmony.registry import Registry
@@ -217,7 +218,7 @@ class Splitter(ABC):
     covers: ClassVar[bool] = True
 
     @dataclass(frozen=True)
-    class Config:
+    class Config(Checked):
         """Settings of the splitter."""
 
     config: Config
