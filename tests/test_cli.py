@@ -256,7 +256,11 @@ def test_report_and_list(finished: Path, tmp_path: Path) -> None:
 def test_help_teaches(tmp_path: Path) -> None:
     assert "fedharmony demo" in succeed(tmp_path, "--help")
     for name in ("demo", "run", "resume", "compare", "report", "list"):
-        assert "Usage" in succeed(tmp_path, name, "--help")
+        said = succeed(tmp_path, name, "--help")
+        assert "Usage" in said
+        assert "--help" in said
+        assert "<bool>" not in said  # a flag takes no value
+    assert "<bool>" not in succeed(tmp_path, "data", "prepare", "--help")
     assert succeed(tmp_path, "--version").strip() == f"fedharmony {fedharmony.__version__}"
 
 

@@ -376,6 +376,11 @@ def test_train_on_a_table(place: Path, tmp_path: Path) -> None:
     assert len({found["partition_sha256"] for found in finished.values()}) == 1
     content = json.loads((place / "unknown" / "partition.json").read_text())
     assert content["indices"] == [[0, 3, 6, 9], [1, 4, 7, 10], [2, 5, 8, 11]]
+    assert content["names"] == ["site 0", "site 1", "site 2"]
+    start = json.loads((place / "unknown" / "events.jsonl").read_text().splitlines()[0])
+    assert start["client_names"] == content["names"]
+    page = (place / "unknown" / "report.html").read_text()
+    assert all(page.count(f">{name}</text>") == 2 for name in content["names"])  # split, weights
     assert [row["label"] for row in finished["unknown"]["per_label"]] == ["cat", "dog", "tree"]
 
 

@@ -4,19 +4,35 @@ from __future__ import annotations
 
 import os
 import random
-from dataclasses import dataclass
+from dataclasses import MISSING, dataclass, fields, replace
 from pathlib import Path
-from typing import Annotated, Literal
+from typing import Annotated, Any, Literal
 
 import numpy as np
 import pytest
 import torch
 from annotated_types import Ge
 
-from fedharmony.config import FilePath, build, override, parse_override, read_toml, to_toml, tree_of
+from fedharmony.config import (
+    FilePath,
+    build,
+    keys,
+    override,
+    parse_override,
+    read_toml,
+    to_toml,
+    tree_of,
+)
+from fedharmony.data.base import datasets
+from fedharmony.engine.optimise import TrainSettings
 from fedharmony.errors import ConfigError
+from fedharmony.experiments.settings import COMPONENTS, PLAIN, SplitSettings
+from fedharmony.methods.base import methods
+from fedharmony.models.base import models
+from fedharmony.partition.base import splitters
 from fedharmony.registry import Registry, load_plugins
 from fedharmony.rng import derived_seed, numpy_rng, torch_rng
+from fedharmony.transport.attacks import AttackSettings
 
 
 @dataclass(frozen=True)
@@ -207,3 +223,35 @@ def test_plugin_files(tmp_path: Path) -> None:
     bad.write_text("import nothing_of_that_name")
     with pytest.raises(ConfigError, match=r"could not be imported: ModuleNotFoundError"):
         load_plugins([bad])
+
+
+def settings_classes() -> list[type[Any]]:
+    """Every dataclass of settings that a config file can fill."""
+    kinds = (datasets, splitters, models, methods)
+    own = [registry[name].Config for registry in kinds for name in registry.names()]
+    common = [choice.common for choice in COMPONENTS.values()]
+    plain = [cls for cls in PLAIN.values() if cls is not AttackSettings]
+    return list(dict.fromkeys([*own, *common, *plain]))
+
+
+def test_settings_refuse_wrong_values_however_they_are_made() -> None:
+    """By hand, or changed by ``replace``, as when a file says them: no type takes an object."""
+    for cls in settings_classes():
+        required = {f.name: "x" for f in fields(cls) if f.default is f.default_factory is MISSING}
+        made = cls(**required)
+        for name in keys(cls):
+            with pytest.raises(ConfigError, match=rf"Setting {cls.__qualname__}.{name} = .* not"):
+                cls(**{**required, name: object()})
+            with pytest.raises(ConfigError, match="is not allowed"):
+                replace(made, **{name: object()})
+
+
+def test_checked_settings_hold_what_a_file_would_give() -> None:
+    """A whole number for a real one, and a list for a tuple; ranges count as in a file."""
+    assert TrainSettings(lr=1) == build(TrainSettings, {"lr": 1}, "train")
+    assert type(TrainSettings(lr=1).lr) is float
+    assert SplitSettings(transforms=["grey"]).transforms == ("grey",)  # type: ignore[arg-type]
+    with pytest.raises(ConfigError, match=r"TrainSettings.lr = -1 is not allowed: .*greater than"):
+        TrainSettings(lr=-1)
+    with pytest.raises(ConfigError, match=r"^Setting train.lr = -1 is not allowed: .*greater than"):
+        build(TrainSettings, {"lr": -1}, "train")

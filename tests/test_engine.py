@@ -653,6 +653,16 @@ def test_a_client_that_raises_is_found_in_its_stack() -> None:
     assert failure["reason"].startswith("OSError: image 22 cannot be read (test_engine.py:")
 
 
+def test_failures_name_the_client() -> None:
+    toy = Toy(rounds=1, names=("ann", "bob", "cy", "dan", "eve"))
+    toy.transport = Unreliable(toy.transport, {1: "nan"})
+    _, events = toy.run()
+    assert [(f["client"], f["name"]) for f in events[0]["failures"]] == [(1, "bob")]
+    toy.transport = Unreliable(toy.transport, dict.fromkeys(range(3), "nan"))
+    with pytest.raises(ClientLimitError, match=r"client 0 \(ann\) left out of update, round 1: "):
+        toy.run()
+
+
 def test_nobody_left_keeps_the_model() -> None:
     toy = Toy(rounds=1, federation=FederationSettings(max_failures=1.0))
     toy.transport = Unreliable(toy.transport, dict.fromkeys(range(5), "nan"))

@@ -27,7 +27,7 @@ LAYERS = [
     {"flower"},
     {"report"},
     {"api"},
-    {"cli", "cli_data", "cli_flower", "cli_settings", "cli_site", "cli_use", "__main__"},
+    {*(path.stem for path in PACKAGE.glob("cli*.py")), "__main__"},
 ]
 LAYER = {part: depth for depth, layer in enumerate(LAYERS) for part in layer}
 MODULES = sorted(PACKAGE.rglob("*.py"))

@@ -358,17 +358,30 @@ def partition() -> Partition:
 def test_files_keep_everything(
     partition: Partition, tmp_path: Path, transforms: tuple[str, ...] | None
 ) -> None:
-    kept = replace(partition, transforms=transforms)
+    kept = replace(partition, transforms=transforms, names=("ann", "bob", "eve", "x"))
     file = tmp_path / "new folder" / "partition.json"
     kept.save(file)
     loaded = Partition.load(file, images=60)
     assert all(map(np.array_equal, loaded.indices, kept.indices))
-    for name in ("images", "splitter", "settings", "seed", "transforms", "sha256"):
+    for name in ("images", "splitter", "settings", "seed", "transforms", "names", "sha256"):
         assert getattr(loaded, name) == getattr(kept, name)
     assert loaded.settings["gamma"] == 0.5
     assert [f.name for f in file.parent.iterdir()] == ["partition.json"]
     kept.save(file)  # over an old one
     assert Partition.load(file).sha256 == kept.sha256
+
+
+def test_names_are_no_part_of_a_split(partition: Partition, tmp_path: Path) -> None:
+    """Files of earlier versions have none; the hash says who holds what, not its name."""
+    file = tmp_path / "partition.json"
+    partition.save(file)
+    content = json.loads(file.read_text())
+    del content["names"]
+    file.write_text(json.dumps(content))
+    assert Partition.load(file).names == ()
+    assert replace(partition, names=("a", "b", "c", "d")).sha256 == partition.sha256
+    with pytest.raises(PartitionError, match="4 clients needs as many names, got 1"):
+        replace(partition, names=("ann",))
 
 
 def test_the_hash_covers_owners_and_transforms(partition: Partition) -> None:

@@ -15,7 +15,7 @@ from unittest import mock
 import pytest
 
 from fedharmony.cli import main
-from fedharmony.cli_settings import complete_config, complete_methods
+from fedharmony.cli_options import complete_config, complete_methods
 from fedharmony.config import keys
 from fedharmony.errors import FedHarmonyError
 from fedharmony.experiments import dry_run
@@ -130,6 +130,22 @@ def plan_is_empty_handed(folder: Path, *args: str) -> str:
     assert code == 0, err
     assert not folder.exists()
     return out
+
+
+def test_a_plan_of_a_sweep(tmp_path: Path) -> None:
+    """Two values of γ split the images in two ways; data and model are the same for both."""
+    swept = ("sweep", "demo", "split.gamma=0.1,9", "--methods", "fedavg", "--seeds", "0,1")
+    plugin = tmp_path / "shout.py"
+    plugin.write_text("print('Shout is here.')")
+    out = plan_is_empty_handed(tmp_path / "out", *swept, "--plugin", str(plugin))
+    assert "Shout is here." in out
+    rows = [line.split() for line in out.splitlines() if line.startswith("split.gamma")]
+    assert [row[:5] for row in rows] == [
+        ["split.gamma=0.1", "fedavg", "2", "0", "1"],
+        ["split.gamma=9", "fedavg", "2", "0", "1"],
+    ]
+    assert "one for each point" in next(line for line in out.splitlines() if "split " in line)
+    assert "4 to be trained" in out
 
 
 def test_a_plan_of_a_run(tmp_path: Path) -> None:

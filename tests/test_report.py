@@ -944,6 +944,28 @@ def test_elsewhere_there_is_one_line_per_round(cases: dict[str, Path]) -> None:
     assert lines[-1].startswith("completed after 30 of 30 rounds in 40 s: mAP")
 
 
+def test_clients_with_names_are_called_by_them(tmp_path: Path) -> None:
+    """40 are too many to stand below a picture; what failed is named in table and line."""
+    folder, called = write_fake_run(tmp_path / "run", clients=40), [f"site {k}" for k in range(40)]
+    log = folder / "events.jsonl"
+    events = [json.loads(line) for line in log.read_text().splitlines()]
+    failure = next(f for e in events for f in e.get("failures", ()))
+    failure["name"] = called[failure["client"]]
+    events[0]["client_names"] = called
+    log.write_text("".join(json.dumps(event) + "\n" for event in events))
+    page = write_report(folder)
+    assert f"<td>{failure['name']}</td><td>update</td>" in page.read_text()
+    words = _words(page)
+    sizes = load(folder).first.matrices["client_sizes"]
+    largest, smallest = int(sizes.argmax()), len(sizes) - 1 - int(sizes[::-1].argmin())
+    assert f"The largest client is site {largest}, the smallest site {smallest}." in words
+    target = console(terminal=False)
+    show = Progress(console=target)
+    for event in events:
+        show(event)
+    assert f"client {failure['name']} failed in update" in output(target)
+
+
 def test_time_left_and_rounds_without_evaluation() -> None:
     """Resumed after 2 of 6 rounds: one round in 3 s leaves three, 9 s. Old metrics stay away."""
     target = console(terminal=False)

@@ -199,6 +199,7 @@ def test_a_run_with_scores_has_all_panels(tmp_path: Path) -> None:
     facts = dict(found["users"].facts)
     assert facts["worst tenth, mean"] == "30.0 %"
     assert facts["median"] == "55.0 %"
+    assert facts["worst 5"] == "u0 30.0, u1 35.0, u2 40.0, u3 45.0, u4 50.0"
     assert "11 test users" in found["users"].lead
     said = list(remarks(runs))
     assert "OF1" in said[0]

@@ -385,6 +385,16 @@ def test_users_are_clients() -> None:
     assert lists(natural(None, users=np.array([9, 5, 9, 1, 9, 5, 9]))) == everyone
 
 
+def test_clients_are_called_by_their_owners() -> None:
+    """Bob and eve have two images or more; nobody is named where one client has two owners."""
+    assert natural(None).names == ("ann", "bob", "eve")
+    assert natural(None, min_images=2).names == ("bob", "eve")
+    assert natural(None, users=np.array([9, 5, 9, 1, 9, 5, 9])).names == ("1", "5", "9")
+    labels = np.zeros((len(USERS), 1), np.uint8)
+    assert Iid().partition(labels, 2, 0, USERS).names == ()
+    assert Iid().partition(labels, len(USERS), 0, USERS).names == ()  # eve would be four clients
+
+
 def test_large_users_keep_a_random_part() -> None:
     kept = {tuple(lists(natural(None, seed, max_images=2))[2]) for seed in range(60)}
     assert kept == {(0, 2), (0, 4), (0, 6), (2, 4), (2, 6), (4, 6)}

@@ -64,13 +64,13 @@ def test_a_run_imports_what_it_needs_when_it_needs_it(tmp_path: Path) -> None:
 
 TORCH = """
 import gc, json
-from fedharmony import cli
+from fedharmony.cli_options import import_torch
 searches = []
 gc.callbacks.append(lambda phase, info: searches.append(phase))
-cli._import_torch()
+import_torch()
 during, frozen = len(searches), gc.get_freeze_count()
 made_by_a_run = [[] for _ in range(1000)]  # must stay in reach of the collector
-cli._import_torch()
+import_torch()
 print(json.dumps([during, frozen, gc.get_freeze_count(), gc.isenabled()]))
 """
 

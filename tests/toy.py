@@ -101,6 +101,7 @@ class Toy:
     data: LabelledImages | None = None
     device: str = "cpu"
     backbone: Backbone | None = None
+    names: Sequence[str] = ()
 
     def __post_init__(self) -> None:
         self.data = self.data or toy_data(sum(self.sizes))
@@ -166,6 +167,7 @@ class Toy:
             self.seed,
             self.epochs,
             opening(self.method, self.model.head, self.federation),
+            self.names,
         )
 
     def run(self) -> tuple[Record, list[dict[str, Any]]]:

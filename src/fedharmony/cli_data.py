@@ -144,9 +144,7 @@ def prepare(
     name: Name,
     path: Place,
     changes: Changes = None,
-    quiet: Annotated[
-        bool, typer.Option("--quiet", "-q", metavar="", help="No progress bar.")
-    ] = False,
+    quiet: Annotated[bool, typer.Option("--quiet", "-q", help="No progress bar.")] = False,
 ) -> None:
     """Decode and resize all images once, into the cache that runs read.
 
@@ -190,7 +188,7 @@ def init(
         typer.Option("--out", "-o", callback=usable, help="The config file; by default NAME.toml."),
     ] = None,
     force: Annotated[
-        bool, typer.Option("--force", metavar="", help="Write over a file that is there.")
+        bool, typer.Option("--force", help="Write over a file that is there.")
     ] = False,
 ) -> None:
     """Look at data of your own and write a commented config file that fits them.

@@ -1,55 +1,99 @@
-"""The command line around settings: show them, list them, plan a run, complete their names."""
+"""The commands that show what there is: settings, and components by name; plans of runs."""
 
 from __future__ import annotations
 
 from collections.abc import Sequence
-from pathlib import Path
-from typing import TYPE_CHECKING
+from enum import StrEnum
+from typing import TYPE_CHECKING, Annotated, Any
 
 import typer
 from rich.padding import Padding
 from rich.table import Table
 from rich.text import Text
 
-from fedharmony.config import built_in_configs
+from fedharmony.cli_options import (
+    ConfigArgument,
+    Device,
+    Overrides,
+    Plugins,
+    changes_of,
+    import_torch,
+)
+from fedharmony.registry import load_plugins
 from fedharmony.report.progress import duration
 from fedharmony.terminal import console
 
 if TYPE_CHECKING:
     from fedharmony.experiments.dry_run import Plan
 
-METHOD_FILES = "methods/"
+
+class Kind(StrEnum):
+    """What ``fedharmony list`` can list."""
+
+    methods = "methods"
+    datasets = "datasets"
+    splitters = "splitters"
+    models = "models"
+    trackers = "trackers"
+    configs = "configs"
+    settings = "settings"
 
 
-def complete_config(incomplete: str) -> list[str]:
-    """Built-in configs, and TOML files here, that begin like this."""
-    files = [str(path) for path in Path().glob("*.toml")]
-    return [name for name in (*built_in_configs(), *files) if name.startswith(incomplete)]
+def show(
+    config: ConfigArgument,
+    overrides: Overrides = None,
+    device: Device = None,
+    plugin: Plugins = None,
+) -> None:
+    """Show every setting that a run would have, and where each value comes from.
 
+    Example: `fedharmony show demo methods/fedprox train.lr=0.01`
 
-def complete_change(ctx: typer.Context, incomplete: str) -> list[str]:
-    """Configs that come on top, and the choice of a method.
-
-    bash takes ``run.method=fedavg`` for three words and completes the last one.
+    What is printed is a config file itself: `fedharmony show demo > mine.toml`.
     """
-    before = [word for word in ctx.params.get("overrides") or () if word != "="]
-    if before[-1:] == ["run.method"]:
-        return [name for name in _methods() if name.startswith(incomplete)]
-    chosen = [f"run.method={name}" for name in _methods()]
-    return [*complete_config(incomplete), *(text for text in chosen if text.startswith(incomplete))]
+    import_torch()
+    print_settings(config, changes_of(overrides, device, plugin))
 
 
-def complete_methods(incomplete: str) -> list[str]:
-    """The last of several methods that are separated by commas."""
-    before, comma, last = incomplete.rpartition(",")
-    names = [*_methods(), "all", "central"]
-    return [f"{before}{comma}{name}" for name in names if name.startswith(last)]
+def list_components(
+    kind: Kind,
+    pattern: Annotated[
+        str, typer.Argument(metavar="[PATTERN]", help="Only settings that have to do with this.")
+    ] = "",
+    plugin: Plugins = None,
+) -> None:
+    """What there is: methods, datasets, splitters, models, trackers, configs, settings.
 
+    Example: `fedharmony list settings lr`
+    """
+    from fedharmony.config import built_in_configs
+    from fedharmony.data.base import datasets
+    from fedharmony.experiments.trackers import trackers
+    from fedharmony.methods.base import methods
+    from fedharmony.models.base import models
+    from fedharmony.partition.base import splitters
 
-def _methods() -> list[str]:
-    """Methods of the package. Their config files name them; to import them would take seconds."""
-    files = [name for name in built_in_configs() if name.startswith(METHOD_FILES)]
-    return [name.removeprefix(METHOD_FILES) for name in files]
+    load_plugins(plugin or ())
+    if kind is Kind.settings:
+        return print_settings_list(pattern)
+    table = Table(box=None, show_header=False, pad_edge=False)
+    if kind is Kind.configs:
+        for name, path in built_in_configs().items():
+            table.add_row(Text(name, "bold"), str(path))
+    else:
+        registry: Any = {
+            Kind.methods: methods,
+            Kind.datasets: datasets,
+            Kind.splitters: splitters,
+            Kind.models: models,
+            Kind.trackers: trackers,
+        }[kind]
+        for name in registry.names():
+            presets = getattr(registry[name], "presets", {})
+            more = f"  (presets: {', '.join(presets)})" if len(presets) > 1 else ""
+            table.add_row(Text(name, "bold"), registry.summary(name) + more)
+    console().print(table)
+    return None
 
 
 def print_settings(config: str, changes: Sequence[str]) -> None:

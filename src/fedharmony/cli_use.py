@@ -61,9 +61,7 @@ def predict(
         typer.Option(help="The column of paths in tables; else image, path, file."),
     ] = "",
     device: Device = "auto",
-    quiet: Annotated[
-        bool, typer.Option("--quiet", "-q", metavar="", help="No progress bar.")
-    ] = False,
+    quiet: Annotated[bool, typer.Option("--quiet", "-q", help="No progress bar.")] = False,
 ) -> None:
     """Label new images with the model of a finished run.
 
@@ -106,7 +104,7 @@ def export(
     run: RunArgument,
     to: Annotated[Path, typer.Option("--to", callback=usable, help="A new folder for the model.")],
     onnx: Annotated[
-        bool, typer.Option("--onnx", metavar="", help="Write model.onnx, too (extra `onnx`).")
+        bool, typer.Option("--onnx", help="Write model.onnx, too (extra `onnx`).")
     ] = False,
 ) -> None:
     """Write the model of a finished run for other programs: weights, config.json, a model card.

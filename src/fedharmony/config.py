@@ -1,9 +1,9 @@
 """Settings: TOML files, ``key=value`` overrides, and typed dataclasses that refuse early.
 
-Each component keeps its settings in a frozen dataclass beside its code. :func:`build` turns a
-mapping into such a dataclass: an unknown key, a wrong type or an illegal value is a
-:class:`~fedharmony.errors.ConfigError` that names the key, what is wrong with it and the nearest
-valid key. Types are checked strictly (``rounds = "5"`` is an error, ``lr = 1`` is fine).
+Each component keeps its settings in a frozen dataclass beside its code, a subclass of
+:class:`Checked`: whoever makes one gets a :class:`~fedharmony.errors.ConfigError` for a wrong type
+or an illegal value. Types are checked strictly (``rounds = "5"`` is an error, ``lr = 1`` is fine).
+:func:`build` makes one of a mapping, and names the nearest valid key where one is unknown.
 
 What no setting can mean is refused here for all of them, those of plug-ins too: numbers that are
 not finite, whole numbers beyond 2⁵³, text that is not Unicode, and sections nested without end.
@@ -193,6 +193,49 @@ def keys(cls: type[Any]) -> list[str]:
     return [f.name for f in dataclasses.fields(cls) if f.init]
 
 
+class SettingError(ConfigError):
+    """A setting has a value that it cannot have; ``words`` say which, without its section."""
+
+    def __init__(self, owner: str, words: str) -> None:
+        super().__init__(f"Setting {owner}.{words}")
+        self.words = words
+
+
+class Checked:
+    """Settings that refuse wrong values when they are made: the base of their dataclasses.
+
+    A subclass with a ``__post_init__`` of its own calls this one first.
+
+    >>> @dataclasses.dataclass(frozen=True)
+    ... class Train(Checked):
+    ...     lr: float = 0.1
+    >>> Train(lr=math.nan)
+    Traceback (most recent call last):
+    fedharmony.config.SettingError: Setting Train.lr = nan is not allowed: a number must be finite.
+    """
+
+    def __post_init__(self) -> None:
+        for name, value in checked(type(self), vars(self)).items():
+            object.__setattr__(self, name, value)
+
+
+def checked(cls: Any, values: Mapping[str, Any]) -> Tree:
+    """The values of a settings dataclass as it holds them (lists become tuples), if they can be."""
+    found, adapters = {}, _adapters(cls)
+    for key, value in values.items():
+        value = tuple(value) if isinstance(value, list) else value
+        try:
+            reasons = _senseless(value)
+            if not reasons:
+                found[key] = adapters[key].validate_python(value, strict=True)
+        except ValidationError as error:
+            reasons = "; ".join(dict.fromkeys(_reason(e["msg"]) for e in error.errors()))
+        if reasons:
+            words = f"{key} = {shown(value)} is not allowed: {reasons}."
+            raise SettingError(cls.__qualname__, words)
+    return found
+
+
 def build(cls: type[T], values: Mapping[str, Any], where: str) -> T:
     """Make the settings dataclass ``cls`` from ``values``; ``where`` names the section in errors.
 
@@ -205,23 +248,13 @@ def build(cls: type[T], values: Mapping[str, Any], where: str) -> T:
     Traceback (most recent call last):
     fedharmony.errors.ConfigError: Unknown setting train.lrr. Did you mean 'lr'? Valid: lr.
     """
-    adapters: dict[str, TypeAdapter[Any]] = _adapters(cls)  # type: ignore[arg-type]
-    checked = {}
-    for key, value in values.items():
-        if key not in adapters:
-            raise ConfigError(f"Unknown setting {where}.{key}. {nearest(key, adapters)}")
-        if isinstance(value, list):  # TOML has lists, settings have tuples
-            value = tuple(value)
-        try:
-            reasons = _senseless(value)
-            if not reasons:
-                checked[key] = adapters[key].validate_python(value, strict=True)
-        except ValidationError as error:
-            reasons = "; ".join(dict.fromkeys(_reason(e["msg"]) for e in error.errors()))
-        if reasons:
-            raise ConfigError(f"Setting {where}.{key} = {shown(value)} is not allowed: {reasons}.")
+    for key in values:
+        if key not in keys(cls):
+            raise ConfigError(f"Unknown setting {where}.{key}. {nearest(key, keys(cls))}")
     try:
-        return cls(**checked)
+        return cls(**(values if issubclass(cls, Checked) else checked(cls, values)))
+    except SettingError as error:
+        raise ConfigError(f"Setting {where}.{error.words}") from None
     except ConfigError as error:
         raise ConfigError(f"Section {where}: {error}") from None
     except TypeError as error:

@@ -20,6 +20,8 @@ import torch.nn.functional as F
 from annotated_types import Ge, Le, Lt
 from torch import Tensor
 
+from fedharmony.config import Checked
+
 
 class Batch(NamedTuple):
     """One client's mini-batch beside its images.
@@ -56,7 +58,7 @@ class Batch(NamedTuple):
 
 
 @dataclass(frozen=True)
-class LossSettings:
+class LossSettings(Checked):
     """The task loss, the same for every method.
 
     Attributes:

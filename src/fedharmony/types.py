@@ -236,14 +236,17 @@ class Reply:
 
 @dataclass(frozen=True)
 class Failure:
-    """A client that did not answer usefully: who, in which stage and round, and why."""
+    """A client that did not answer usefully: who, in which stage and round, and why.
+
+    ``name`` is what the client is called, where clients have names.
+    """
 
     client: int
     stage: str
     round: int
     reason: str
+    name: str = ""
 
     def __str__(self) -> str:
-        return (
-            f"client {self.client} left out of {self.stage}, round {self.round + 1}: {self.reason}"
-        )
+        who = f"client {self.client}" + (f" ({self.name})" if self.name else "")
+        return f"{who} left out of {self.stage}, round {self.round + 1}: {self.reason}"

@@ -20,12 +20,13 @@ import torch.nn.functional as F
 from annotated_types import Ge, Gt, Le
 from torch import Tensor
 
+from fedharmony.config import Checked
 from fedharmony.data.colour import grey_level, turn_hue
 from fedharmony.types import Tensors
 
 
 @dataclass(frozen=True)
-class AugmentSettings:
+class AugmentSettings(Checked):
     """Random changes of training images; all are off by default.
 
     Attributes:

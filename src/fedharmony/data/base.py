@@ -21,6 +21,7 @@ import numpy.typing as npt
 import torch
 from torch import Tensor
 
+from fedharmony.config import Checked
 from fedharmony.data.check import Check, Tell
 from fedharmony.errors import DataError
 from fedharmony.registry import Registry
@@ -227,7 +228,7 @@ class Source(ABC):
     name: ClassVar[str] = ""
 
     @dataclass(frozen=True)
-    class Config:
+    class Config(Checked):
         """Settings of the loader."""
 
     config: Config

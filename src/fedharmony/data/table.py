@@ -35,6 +35,7 @@ from typing import Annotated, Any, BinaryIO, Literal, NamedTuple, TypeAlias, Typ
 import numpy as np
 from annotated_types import Ge, Gt, Lt
 
+from fedharmony.config import Checked
 from fedharmony.data.base import datasets
 from fedharmony.data.cache import Resize, decode
 from fedharmony.data.check import (
@@ -79,7 +80,7 @@ CELLS = {
 
 
 @dataclass(frozen=True)
-class Division:
+class Division(Checked):
     """Settings that tell training from test rows.
 
     Attributes:
@@ -99,6 +100,7 @@ class Division:
     seed: Annotated[int, Ge(0)] = 0
 
     def __post_init__(self) -> None:
+        super().__post_init__()
         if _split(self.train_split) == _split(self.test_split):
             raise ConfigError(
                 f"train_split {self.train_split!r} and test_split {self.test_split!r} mean the "

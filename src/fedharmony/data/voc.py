@@ -110,6 +110,7 @@ class Voc(FileSource):
         test_set: ImageSet | None = None
 
         def __post_init__(self) -> None:
+            super().__post_init__()
             train, test = self.sets
             if self.year == "2012" and "test" in (train, test):
                 raise ConfigError(

@@ -11,7 +11,7 @@ from __future__ import annotations
 import math
 import time
 from collections.abc import Callable, Iterator, Mapping, Sequence
-from dataclasses import asdict, dataclass, field
+from dataclasses import asdict, dataclass, field, replace
 from typing import Annotated, Any, Literal
 
 import torch
@@ -19,6 +19,7 @@ from annotated_types import Ge, Gt, Le, Lt
 from pydantic import Field
 from torch import Tensor
 
+from fedharmony.config import Checked
 from fedharmony.engine.sampling import drops_out
 from fedharmony.engine.server_average import ServerAverage
 from fedharmony.errors import ClientLimitError
@@ -40,7 +41,7 @@ _UNASKED = "it was not asked, or has answered already"
 
 
 @dataclass(frozen=True)
-class FederationSettings:
+class FederationSettings(Checked):
     """Who takes part, and what happens when clients fail.
 
     Attributes:
@@ -159,6 +160,7 @@ class Federation:
         seed: of the run.
         epochs: local epochs, which bound the steps that a client may claim.
         opening: exchanges before the first training, whatever the method.
+        names: of the clients, where they have some.
     """
 
     method: Method
@@ -168,6 +170,7 @@ class Federation:
     seed: int
     epochs: int
     opening: Sequence[Stage] = ()
+    names: Sequence[str] = ()
 
     def stages(self, round: int) -> Sequence[Stage]:
         """The exchanges of a round: the method's, and before the first training the opening."""
@@ -238,9 +241,13 @@ class Federation:
                     continue
                 answer = Failure(answer.client, stage.name, round, reason)
             waiting.discard(answer.client)
-            tally.failures.append(answer)
+            tally.failures.append(self._named(answer))
         silent = [Failure(k, stage.name, round, "it did not answer") for k in sorted(waiting)]
-        tally.failures += silent
+        tally.failures += map(self._named, silent)
+
+    def _named(self, failure: Failure) -> Failure:
+        known = 0 <= failure.client < len(self.names)
+        return replace(failure, name=self.names[failure.client]) if known else failure
 
     def _doubt(self, stage: Stage, reply: Reply, expected: Forms) -> str | None:
         """Why a reply is not believed, or None."""

@@ -16,6 +16,8 @@ import torch
 from annotated_types import Ge, Gt, Le, Lt
 from torch import Tensor
 
+from fedharmony.config import Checked
+
 #: Adam's decay rates and ε: its authors' and torch's.
 BETAS, EPSILON = (0.9, 0.999), 1e-8
 #: Tensors that an optimiser keeps per parameter.
@@ -23,7 +25,7 @@ MOMENTS = {"adam": 2, "momentum": 1, "sgd": 0}
 
 
 @dataclass(frozen=True)
-class TrainSettings:
+class TrainSettings(Checked):
     """Local training.
 
     Attributes:

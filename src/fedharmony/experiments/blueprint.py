@@ -39,12 +39,14 @@ class Facts:
         input: what a model of these data is built for: images, or feature vectors.
         sizes: number of images that each client trains on, by its id.
         unknown_labels: whether some labels of the training images are unknown to the clients.
+        names: of the clients, where they have some.
     """
 
     classes: tuple[str, ...]
     input: InputSpec | FeatureSpec
     sizes: Mapping[int, int]
     unknown_labels: bool = False
+    names: Sequence[str] = ()
 
 
 @dataclass(frozen=True)
@@ -125,6 +127,7 @@ class Blueprint:
             seed=self.settings.run.seed,
             epochs=self.training.epochs,
             opening=self.opening,
+            names=self.facts.names,
         )
 
     @property

@@ -285,7 +285,8 @@ def draft(settings: Settings, data: Contents, partition_file: Path | None = None
         clients, chosen = hold_out(clients, share, partition.seed, "thresholds")
     sizes = {k: len(index) for k, index in clients.items()}
     unknown = train.known is not None or (split.annotated < 1 and not central)
-    facts = Facts(data.classes, data.input, sizes, unknown)
+    names = () if central else partition.names
+    facts = Facts(data.classes, data.input, sizes, unknown, names)
     return Draft(partition, clients, held_out, chosen, blueprint(settings, facts))
 
 

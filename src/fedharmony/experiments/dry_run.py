@@ -3,8 +3,8 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Iterable
-from dataclasses import dataclass
+from collections.abc import Iterable, Sequence
+from dataclasses import dataclass, replace
 from pathlib import Path
 
 from fedharmony.experiments.build import Contents, Draft, contents, draft
@@ -14,6 +14,7 @@ from fedharmony.experiments.machine import choose_device, switch_torch, with_thr
 from fedharmony.experiments.outlook import scratch_warning, seconds_per_image
 from fedharmony.experiments.run import finished
 from fedharmony.experiments.settings import Settings
+from fedharmony.experiments.sweep import Point
 from fedharmony.experiments.tune import Search
 
 
@@ -76,6 +77,22 @@ def plan_of_search(settings: Settings, labels: list[str], folder: Path) -> Plan:
     return _plan(
         folder, [trials[name] for name in search.methods for _ in range(search.count(name))]
     )
+
+
+def plan_of_sweep(points: Sequence[Point], folder: Path) -> Plan:
+    """The plan of ``fedharmony sweep``: what all points have in common, and the runs of each."""
+    plans = [_plan(folder, list(point.runs)) for point in points]
+    facts = {
+        name: words if all(plan.facts[name] == words for plan in plans) else "one for each point"
+        for name, words in plans[0].facts.items()
+    }
+    groups = tuple(
+        replace(group, label=f"{point.name} {group.label}")
+        for point, plan in zip(points, plans, strict=True)
+        for group in plan.groups
+    )
+    warnings = dict.fromkeys(warning for plan in plans for warning in plan.warnings)
+    return Plan(folder, facts, groups, tuple(warnings))
 
 
 def _plan(folder: Path, runs: list[Planned]) -> Plan:

@@ -253,6 +253,7 @@ def start_event(assembly: Assembly, first: int) -> Event:
         "label": settings.label,
         "rounds": settings.run.rounds,
         "clients": 1 if settings.federation.central else len(plan.facts.sizes),
+        "client_names": list(plan.facts.names) or None,
         "cohort": len(plan.schedule[0]),
         "classes": list(data.classes),
         "train_images": assembly.train_images,

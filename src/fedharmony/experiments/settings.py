@@ -33,6 +33,7 @@ from annotated_types import Ge, Gt, Le, Lt
 from pydantic import AfterValidator
 
 from fedharmony.config import (
+    Checked,
     FilePath,
     Tree,
     build,
@@ -79,7 +80,7 @@ Label: TypeAlias = Annotated[str, AfterValidator(_printable)]
 
 
 @dataclass(frozen=True)
-class RunSettings:
+class RunSettings(Checked):
     """The run itself.
 
     Attributes:
@@ -112,7 +113,7 @@ class RunSettings:
 
 
 @dataclass(frozen=True)
-class DataSettings:
+class DataSettings(Checked):
     """The data set; its own settings stand beside this one.
 
     Attributes:
@@ -123,7 +124,7 @@ class DataSettings:
 
 
 @dataclass(frozen=True)
-class SplitSettings:
+class SplitSettings(Checked):
     """The split; the splitter's own settings stand beside these.
 
     Attributes:
@@ -149,6 +150,7 @@ class SplitSettings:
 
     def __post_init__(self) -> None:
         """Refuse unknown transforms before any data are read."""
+        super().__post_init__()
         if self.transforms:
             check_transforms(self.transforms)
         if self.transforms and self.file is not None:
@@ -159,7 +161,7 @@ class SplitSettings:
 
 
 @dataclass(frozen=True)
-class ModelSettings:
+class ModelSettings(Checked):
     """The backbone; its own settings stand beside these.
 
     Attributes:
@@ -172,7 +174,7 @@ class ModelSettings:
 
 
 @dataclass(frozen=True)
-class EngineSettings:
+class EngineSettings(Checked):
     """How to compute.
 
     Attributes:
@@ -211,7 +213,7 @@ class EngineSettings:
 
 
 @dataclass(frozen=True)
-class TuneSettings:
+class TuneSettings(Checked):
     """What ``fedharmony tune`` tries; every trial is a run with ``split.holdout`` set.
 
     Attributes:

@@ -162,7 +162,7 @@ def _facts(data: DataSet, names: list[str], seen: Mapping[str, Any]) -> Facts:
     """What is known of the sites; those that are away now are as they were."""
     sizes = {client: int(seen[name]["images"]) for client, name in enumerate(names)}
     unknown = any(seen[name]["unknown"] for name in names)
-    return Facts(data.classes, InputSpec(*data.test.images.shape), sizes, unknown)
+    return Facts(data.classes, InputSpec(*data.test.images.shape), sizes, unknown, names)
 
 
 def _partition(facts: Facts) -> Partition:

@@ -37,6 +37,7 @@ import torch
 from torch import Tensor
 
 from fedharmony.aggregate import ModelMean
+from fedharmony.config import Checked
 from fedharmony.losses import Batch, LossSettings, task_loss
 from fedharmony.models.base import Head, stack
 from fedharmony.models.heads import LinearHead
@@ -231,7 +232,7 @@ class Method:
     name: ClassVar[str] = ""
 
     @dataclass(frozen=True)
-    class Config:
+    class Config(Checked):
         """A method's settings; a subclass inherits from this, and states ``config: Config``."""
 
     config: Config

@@ -221,6 +221,7 @@ class FedHarmony(Method):
         quality_min_examples: Annotated[int, Ge(0)] = 10
 
         def __post_init__(self) -> None:
+            super().__post_init__()
             if self.normaliser == "pearson" and self.consensus == "pooled":
                 raise ConfigError(
                     "consensus = 'pooled' needs normaliser = 'phi': joint probabilities cannot be "

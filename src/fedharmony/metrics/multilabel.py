@@ -20,14 +20,16 @@ from __future__ import annotations
 import math
 from collections.abc import Sequence
 from dataclasses import dataclass
-from typing import Any, Literal, TypeAlias, get_args, get_origin, get_type_hints
+from typing import Annotated, Any, Literal, TypeAlias
 
 import numpy as np
 import numpy.typing as npt
 import torch
+from annotated_types import Ge, Le
 from torch import Tensor
 
-from fedharmony.errors import ConfigError, DataError, nearest
+from fedharmony.config import Checked
+from fedharmony.errors import DataError
 from fedharmony.types import Index, Labels
 
 Array: TypeAlias = npt.ArrayLike | Tensor
@@ -44,7 +46,7 @@ _ENTRIES_AT_ONCE = 1 << 22  # bounds every temporary that is wider than the scor
 
 
 @dataclass(frozen=True)
-class MetricOptions:
+class MetricOptions(Checked):
     """Which convention each metric follows. The defaults are those of the published tables.
 
     Attributes:
@@ -63,43 +65,20 @@ class MetricOptions:
         f1_mode: CF1 as the harmonic mean of CP and CR (``"of_means"``), or as the mean of the
             labels' own F1 (``"mean_of_f1"``; ASL, macro F1 of scikit-learn). OF1 is the harmonic
             mean of OP and OR in both.
-        threshold: a label is predicted where its score is at least this.
+        threshold: a label is predicted where its score is at least this (after the sigmoid: a
+            logit threshold of 0 is 0.5 here).
         topk: with a number k, a label must also be among the image's k highest scores (equal
             scores: the lower label index first). Ranking metrics do not change.
-
-    >>> MetricOptions().threshold
-    0.5
-    >>> MetricOptions(op_mode="mlgc")
-    Traceback (most recent call last):
-    fedharmony.errors.ConfigError: 'mlgc' is no op_mode. Did you mean 'mlgcn'? Valid: exact, mlgcn.
     """
 
     ap_ties: Ties = "grouped"
-    ap_bins: int | None = None
+    ap_bins: Annotated[int, Ge(2)] | None = None
     empty_class: Literal["skip", "zero", "nan"] = "skip"
     cr_over: Literal["all", "present"] = "all"
     op_mode: Literal["exact", "mlgcn"] = "exact"
     f1_mode: Literal["of_means", "mean_of_f1"] = "of_means"
-    threshold: float = 0.5
-    topk: int | None = None
-
-    def __post_init__(self) -> None:
-        for name, hint in get_type_hints(type(self)).items():
-            value = getattr(self, name)
-            if get_origin(hint) is Literal and value not in get_args(hint):
-                raise ConfigError(f"{value!r} is no {name}. {nearest(str(value), get_args(hint))}")
-        if not 0 <= self.threshold <= 1:
-            raise ConfigError(
-                f"threshold must lie in [0, 1], got {self.threshold}. It is compared with scores "
-                "after the sigmoid: a logit threshold of 0 is 0.5 here."
-            )
-        if self.topk is not None and self.topk < 1:
-            raise ConfigError(f"topk must be at least 1 or left out, got {self.topk}.")
-        if self.ap_bins is not None and self.ap_bins < 2:
-            raise ConfigError(
-                f"Average precision needs at least 2 bins, got {self.ap_bins}; leave it out for "
-                "exact values."
-            )
+    threshold: Annotated[float, Ge(0), Le(1)] = 0.5
+    topk: Annotated[int, Ge(1)] | None = None
 
 
 @dataclass(frozen=True, eq=False)

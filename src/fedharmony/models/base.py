@@ -22,6 +22,7 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
+from fedharmony.config import Checked
 from fedharmony.registry import Registry
 from fedharmony.types import Tensors
 
@@ -113,7 +114,7 @@ class Backbone(ABC):
     """
 
     @dataclass(frozen=True)
-    class Config:
+    class Config(Checked):
         """Settings of the backbone."""
 
     config: Config

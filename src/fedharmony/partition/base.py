@@ -19,6 +19,7 @@ from typing import Any, ClassVar, TypeAlias, final
 import numpy as np
 import numpy.typing as npt
 
+from fedharmony.config import Checked
 from fedharmony.errors import PartitionError
 from fedharmony.files import write_atomically
 from fedharmony.registry import Registry
@@ -45,6 +46,7 @@ class Partition:
         settings: The splitter's settings.
         seed: The seed it was drawn with.
         transforms: Per client the name of its image transform, or None where there are none.
+        names: Per client the owner of its images; empty where clients are no owners.
 
     >>> two = Partition((np.array([0, 2]), np.array([1])), images=3)
     >>> two.sizes.tolist(), two.sha256[:8]
@@ -57,15 +59,17 @@ class Partition:
     settings: Mapping[str, Any] = field(default_factory=dict)
     seed: int = 0
     transforms: tuple[str, ...] | None = None
+    names: tuple[str, ...] = ()
 
     def __post_init__(self) -> None:
         if problem := _fault(self.indices, self.images):
             raise PartitionError(f"This is not a division of {self.images} images: {problem}.")
-        if self.transforms is not None and len(self.transforms) != len(self.indices):
-            raise PartitionError(
-                f"A partition of {len(self.indices)} clients needs as many transforms, got "
-                f"{len(self.transforms)}."
-            )
+        for what, of in (("transforms", self.transforms), ("names", self.names or None)):
+            if of is not None and len(of) != len(self.indices):
+                raise PartitionError(
+                    f"A partition of {len(self.indices)} clients needs as many {what}, got "
+                    f"{len(of)}."
+                )
 
     @property
     def sizes(self) -> Index:
@@ -107,6 +111,7 @@ class Partition:
             "seed": self.seed,
             "images": self.images,
             "transforms": self.transforms,
+            "names": self.names,
             "indices": [index.tolist() for index in self.indices],
         }
         try:
@@ -167,6 +172,7 @@ class Partition:
             settings=dict(content["settings"]),
             seed=int(content["seed"]),
             transforms=None if transforms is None else tuple(map(str, transforms)),
+            names=tuple(map(str, content.get("names", ()))),
         )
 
 
@@ -212,7 +218,7 @@ class Splitter(ABC):
     covers: ClassVar[bool] = True
 
     @dataclass(frozen=True)
-    class Config:
+    class Config(Checked):
         """Settings of the splitter."""
 
     config: Config
@@ -258,7 +264,8 @@ class Splitter(ABC):
                 f"Ask for at most {images} clients."
             )
         indices = tuple(self.split(labels, clients, seed, users))
-        partition = Partition(indices, images, self.name, asdict(self.config), seed)
+        names = _owners_of(indices, users)
+        partition = Partition(indices, images, self.name, asdict(self.config), seed, names=names)
         held = int(partition.sizes.sum())
         if len(indices) != clients or (self.covers and held != images):
             raise PartitionError(
@@ -266,6 +273,19 @@ class Splitter(ABC):
                 f"instead of {clients} with {images}. This is a mistake in the splitter."
             )
         return partition
+
+
+def _owners_of(indices: Iterable[Index], users: Owners) -> tuple[str, ...]:
+    """The owner of each client's images, where every client is one owner and no two are the same.
+
+    >>> _owners_of([np.array([0, 2]), np.array([1])], np.array(["eve", "bob", "eve"]))
+    ('eve', 'bob')
+    >>> _owners_of([np.array([0, 1]), np.array([2])], np.array(["eve", "bob", "eve"]))
+    ()
+    """
+    found = [] if users is None else [np.unique(users[index]) for index in indices]
+    names = tuple(str(owners[0]) for owners in found if len(owners) == 1)
+    return names if len(set(names)) == len(found) else ()
 
 
 def by_owner(owner: Index, clients: int) -> list[Index]:

@@ -316,6 +316,15 @@ def frame(drawing: Drawing, left: float, top: float, width: float, height: float
     drawing.rect(left, top, width, height, fill="none", stroke=svg.GRID, stroke_width=0.8)
 
 
+def column_names(
+    drawing: Drawing, names: Sequence[str], left: float, y: float, step: float
+) -> None:
+    """Names below a heat map, turned."""
+    for i, name in enumerate(names):
+        at, size = (left + step * (i + 0.5), y), min(svg.FONT, 0.92 * step)
+        drawing.text(*at, name, size=size, anchor="end", colour=svg.INK, turn=-90)
+
+
 def row_names(drawing: Drawing, names: Sequence[str], x: float, top: float, step: float) -> None:
     """Names at the left of a heat map."""
     for i, name in enumerate(names):

@@ -146,6 +146,11 @@ class RunView:
         year = self.setting("data", "year")
         return f"{name} {year}" if year else name
 
+    def named(self, client: int) -> str:
+        """What a client is called: by its name where it has one, else by its number."""
+        names = self.start.get("client_names") or ()
+        return str(names[client]) if client < len(names) else str(client)
+
     @property
     def clients_lost(self) -> int:
         """How often a client failed and was left out of a round for good."""

@@ -147,7 +147,8 @@ def _failures(runs: Runs) -> dict[str, Any]:
                     (
                         who,
                         event["round"] + 1,
-                        *(f.get(k, "") for k in ("client", "stage", "reason")),
+                        *(f.get("name") or f.get("client", ""), f.get("stage", "")),
+                        f.get("reason", ""),
                     )
                     for f in event.get("failures") or ()
                 ]

@@ -120,7 +120,8 @@ class _State:
             self.left,
         ]
         parts += [
-            f"client {f.get('client')} failed in {f.get('stage')}: {f.get('reason')}"
+            f"client {f.get('name') or f.get('client')} failed in {f.get('stage')}: "
+            f"{f.get('reason')}"
             for f in event.get("failures") or ()
         ]
         return "  ".join(" ".join(p.split()) if i else p for i, p in enumerate(parts) if p)

@@ -9,6 +9,7 @@ import numpy as np
 
 from fedharmony.report.load import Runs
 from fedharmony.report.measures import decide, reliability, taken_for, worst_decile
+from fedharmony.report.panels.users import worst_users
 
 #: Labels of which pairs are looked at.
 MOST_LABELS = 2000
@@ -41,7 +42,8 @@ def remarks(runs: Runs) -> Iterator[str]:
     if values := list(run.per_user.values()):
         yield (
             f"O-mAP of each of {len(values):,} test users: mean "
-            f"{100 * statistics.fmean(values):.1f}, worst tenth {100 * worst_decile(values):.1f}."
+            f"{100 * statistics.fmean(values):.1f}, worst tenth {100 * worst_decile(values):.1f}; "
+            f"worst: {worst_users(run.per_user)}."
         )
 
 

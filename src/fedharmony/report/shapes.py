@@ -81,6 +81,7 @@ class Start(TypedDict, total=False):
 
     rounds: Count
     clients: Count | None
+    client_names: list[str] | None
     cohort: Count | None
     train_images: Count | None
     test_images: Count | None
@@ -94,6 +95,7 @@ class Failure(TypedDict, total=False):
     """A client that was left out."""
 
     client: Count
+    name: str
 
 
 @_as_it_is

@@ -34,7 +34,8 @@ def split_picture(labels: Labels, partition: Partition, classes: Sequence[str]) 
     matrix, _ = label_correlation(labels[:, paired])
     classes = [classes[i] for i in paired]
     order = LabelOrder(spectral_order(matrix.numpy().astype(np.float64)))
-    return standalone(client_picture(partition.sizes.astype(np.float64), shares, order, classes))
+    sizes = partition.sizes.astype(np.float64)
+    return standalone(client_picture(sizes, shares, order, classes, partition.names))
 
 
 def standalone(picture: Picture) -> str:

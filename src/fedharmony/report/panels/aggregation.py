@@ -10,7 +10,15 @@ import torch
 
 from fedharmony.aggregate import effective_clients
 from fedharmony.report import svg
-from fedharmony.report.charts import Picture, Series, curve, frame, round_axis
+from fedharmony.report.charts import (
+    MOST_NAMED,
+    Picture,
+    Series,
+    curve,
+    frame,
+    round_axis,
+    row_names,
+)
 from fedharmony.report.load import Runs, RunView
 from fedharmony.report.panel import Panel, Section, legend, panels, styles
 from fedharmony.report.svg import Array, Drawing, Scale
@@ -110,12 +118,17 @@ def weights_map(title: str, run: RunView, limit: float, note: str = "") -> Pictu
         absent[rows[[int(k) for k in lost]], int(event["round"])] = 1
     pixels = svg.sequential(svg.shrink(weights, svg.known_most), max(limit, 1e-12), least=0.12)
     pixels[svg.shrink(absent, svg.known_most) > 0] = (*svg.POSITIVE, 255)
-    drawing, left, height = Drawing(250), 30.0, 208.0
+    named = len(run.start.get("client_names") or ()) == clients <= MOST_NAMED
+    names = [svg.printable(run.named(k), 18) for k in np.argsort(rows)] if named else []
+    drawing, left, height = Drawing(250), 16 + svg.margin(names, 14.0), 208.0
     drawing.image(pixels, left, 6, svg.WIDTH - left - 8, height)
     frame(drawing, left, 6, svg.WIDTH - left - 8, height)
     round_axis(drawing, Scale(0.5, weights.shape[1] + 0.5, left, svg.WIDTH - 8), 6 + height)
+    row_names(drawing, names, left - 4, 6, height / max(clients, 1))
     words = "clients, largest on top" if sizes is not None else "clients"
-    drawing.text(14, 6 + height / 2, words, colour=svg.MUTED, anchor="middle", turn=-90)
+    drawing.text(
+        8 if names else 14, 6 + height / 2, words, colour=svg.MUTED, anchor="middle", turn=-90
+    )
     note += f"Blank: not in the cohort; full colour: weight {limit:.2f}."
     if absent.any():
         note += " Orange: dropped out or failed."

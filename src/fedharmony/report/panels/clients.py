@@ -8,7 +8,7 @@ from collections.abc import Sequence
 import numpy as np
 
 from fedharmony.report import svg
-from fedharmony.report.charts import MOST_NAMED, Picture, frame, row_names, y_axis
+from fedharmony.report.charts import MOST_NAMED, Picture, column_names, frame, row_names, y_axis
 from fedharmony.report.load import Runs
 from fedharmony.report.order import LabelOrder, label_order
 from fedharmony.report.panel import Panel, Section, panels
@@ -50,7 +50,8 @@ class Clients(Panel):
         shares = run.matrices.get("client_label_shares")
         if shares is not None and len(order.index) != shares.shape[1]:
             shares = None
-        picture = client_picture(run.matrices["client_sizes"], shares, order, run.paired)
+        sizes, clients = run.matrices["client_sizes"], run.start.get("client_names") or ()
+        picture = client_picture(sizes, shares, order, run.paired, clients)
         lead = "How the training images are split: each column is a client."
         return Section("Clients", lead, (picture,), facts=facts)
 
@@ -62,7 +63,11 @@ def _value(value: str | int | float) -> str:
 
 
 def client_picture(
-    sizes: Array, shares: Array | None, order: LabelOrder, labels: Sequence[str]
+    sizes: Array,
+    shares: Array | None,
+    order: LabelOrder,
+    labels: Sequence[str],
+    clients: Sequence[str] = (),
 ) -> Picture:
     """Who holds what: images per client, and below the share of them that carries each label.
 
@@ -72,6 +77,7 @@ def client_picture(
             clients, largest first (see :func:`fedharmony.partition.report.label_shares`), or None.
         order: Order of the labels.
         labels: Label names.
+        clients: Their names, where they have some; of many clients only the first and last is told.
     """
     rows = len(order.index) if shares is not None else 0
     named = 0 < rows <= MOST_NAMED and len(labels) == rows
@@ -80,7 +86,11 @@ def client_picture(
     top, bars, width = 6.0, 84.0, svg.WIDTH - left - 6
     below = (max(120.0, 11.5 * rows) if named else 240.0) if rows else 0.0
     end = top + bars + (12 + below if below else 0)
-    drawing = Drawing(end + 22)
+    by_size = np.argsort(-sizes, kind="stable") if len(clients) == len(sizes) else ()
+    called = [svg.printable(clients[k], 18) for k in by_size]
+    columns = called if len(called) <= MOST_NAMED else []
+    foot = svg.margin(columns) if columns else 0.0
+    drawing = Drawing(end + foot + 22)
     heights = svg.shrink(np.sort(sizes)[None, ::-1], svg.known_mean)[0]
     _bars(drawing, heights, left, top, width, bars)
     note = (
@@ -98,8 +108,11 @@ def client_picture(
             " Cells: share of a client's images that carry the label, from none (blank) to "
             f"{100 * limit:.0f} % (full colour)."
         )
+    if called and not columns:
+        note += f" The largest client is {called[0]}, the smallest {called[-1]}."
+    column_names(drawing, columns, left, end + 4, width / len(sizes))
     text = f"{len(sizes):,} clients, largest first"
-    drawing.text(left + width / 2, end + 14, text, colour=svg.MUTED, anchor="middle")
+    drawing.text(left + width / 2, end + foot + 14, text, colour=svg.MUTED, anchor="middle")
     described = "Images per client, and share of them carrying each label"
     return Picture("Images per client and label shares", drawing.svg(described), note)
 

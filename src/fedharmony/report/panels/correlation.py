@@ -8,7 +8,7 @@ from collections.abc import Sequence
 import numpy as np
 
 from fedharmony.report import svg
-from fedharmony.report.charts import MOST_NAMED, Picture, frame, row_names
+from fedharmony.report.charts import MOST_NAMED, Picture, column_names, frame, row_names
 from fedharmony.report.load import Runs
 from fedharmony.report.order import LabelOrder, label_order
 from fedharmony.report.panel import Panel, Section, count, panels
@@ -145,9 +145,7 @@ def correlation_map(
         place = (left + step * first, 4 + step * first, length, length)
         drawing.rect(*place, fill="none", stroke=svg.INK, stroke_width=1.1)
     row_names(drawing, names, left - 4, 4, step)
-    for i, name in enumerate(names):
-        at = (left + step * (i + 0.5), 4 + side + 4)
-        drawing.text(*at, name, size=min(svg.FONT, 0.92 * step), anchor="end", turn=-90)
+    column_names(drawing, names, left, 4 + side + 4, step)
     if not names:
         for i, (first, end) in enumerate(order.clusters):
             middle = 4 + step * (first + end) / 2

@@ -50,9 +50,9 @@ class Mistakes(Panel):
         if not pictures:
             return None
         lead = (
-            "Pairs of labels in one test image. In the first chart, one label is there and is "
-            "missed, and the other is not there and is given. In the second, both are there, and "
-            "one is missed."
+            "Pairs of labels in one test image. Missed → given: the first label is there and is "
+            "missed, the second is not there and is given. Missed | beside: both are there, and "
+            "the first is missed."
         )
         return Section("Mistakes", lead, tuple(pictures), legend(runs, runs.scored))
 

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import statistics
+from collections.abc import Mapping
 
 from fedharmony.report import svg
 from fedharmony.report.charts import Picture, x_axis, y_axis
@@ -10,6 +11,19 @@ from fedharmony.report.load import Runs
 from fedharmony.report.measures import worst_decile
 from fedharmony.report.panel import Panel, Section, legend, panels, styles
 from fedharmony.report.svg import Drawing, Scale
+
+#: Users that are named.
+WORST = 5
+
+
+def worst_users(by_user: Mapping[str, float]) -> str:
+    """The users served worst by name, with their O-mAP.
+
+    >>> worst_users({"ann": 0.5, "bob": 0.25})
+    'bob 25.0, ann 50.0'
+    """
+    worst = sorted(by_user.items(), key=lambda item: item[1])[:WORST]
+    return ", ".join(f"{svg.printable(user, 18)} {100 * value:.1f}" for user, value in worst)
 
 
 @panels.register("users")
@@ -21,7 +35,7 @@ class Users(Panel):
     def draw(self, runs: Runs) -> Section | None:
         """One line per method, from the user served worst to the one served best."""
         found = {
-            name: sorted(run.per_user.values())
+            name: dict(sorted(run.per_user.items(), key=lambda item: item[1]))
             for name, group in runs.groups.items()
             if (run := next((r for r in group if r.per_user), None)) is not None
         }
@@ -33,7 +47,8 @@ class Users(Panel):
         y_axis(drawing, up, across.start, across.end, (0, 20, 40, 60, 80, 100))
         x_axis(drawing, across, bottom, (0, 20, 40, 60, 80, 100), "users, % of all")
         drawing.line([(across(10), 6), (across(10), bottom)], svg.MUTED, 1, svg.DOTTED.dashes)
-        for name, values in found.items():
+        for name, by_user in found.items():
+            values = list(by_user.values())
             last = max(len(values) - 1, 1)
             points = [(across(100 * i / last), up(100 * v)) for i, v in enumerate(values)]
             drawing.line(points, looks[name].colour, 1.6, looks[name].dashes)
@@ -45,6 +60,7 @@ class Users(Panel):
                 ("worst tenth, mean", worst_decile(values)),
             ):
                 facts.append((words + of, f"{100 * value:.1f} %"))
+            facts.append((f"worst {min(WORST, len(values))}{of}", worst_users(by_user)))
         users = len(next(iter(found.values())))
         lead = (
             f"O-mAP of each of {users:,} test users by itself, the worst on the left. The dotted "

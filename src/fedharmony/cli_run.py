@@ -1,0 +1,410 @@
+"""The commands that train: run, resume, compare, sweep, tune and demo."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Sequence
+from contextlib import ExitStack, contextmanager
+from dataclasses import dataclass
+from pathlib import Path
+from typing import TYPE_CHECKING, Annotated
+
+import typer
+from rich.table import Table
+
+from fedharmony.cli_data import usable
+from fedharmony.cli_guard import repeatable, resumable
+from fedharmony.cli_options import (
+    Against,
+    ConfigArgument,
+    Device,
+    Devices,
+    DryRun,
+    Jobs,
+    Methods,
+    Out,
+    Overrides,
+    Plugins,
+    Quiet,
+    Seeds,
+    changes_of,
+    complete_methods,
+    hush,
+    import_torch,
+    settings_of,
+)
+from fedharmony.cli_report import show_folder, show_runs
+from fedharmony.cli_settings import print_plan
+from fedharmony.errors import ConfigError, RunsFailedError
+from fedharmony.report.progress import Board, Observer, Progress
+from fedharmony.terminal import console, say
+
+if TYPE_CHECKING:
+    from fedharmony.experiments.compare import Planned
+    from fedharmony.experiments.jobs import Workers
+    from fedharmony.experiments.settings import Settings
+
+
+def run(
+    config: ConfigArgument,
+    overrides: Overrides = None,
+    out: Out = None,
+    device: Device = None,
+    quiet: Quiet = False,
+    dry_run: DryRun = False,
+    plugin: Plugins = None,
+) -> None:
+    """Train one method, as a config file says.
+
+    Example: `fedharmony run demo run.method=fedavg run.rounds=5`
+
+    The run folder (by default `runs/CONFIG-METHOD-seedN`) holds config, environment, partition,
+    one JSON line per event, a checkpoint after every round, results and report.
+    """
+    settings = settings_of(config, overrides, device, plugin)
+    from fedharmony.experiments import run as runs
+    from fedharmony.experiments.folder import RunFolder, folder_name
+
+    method = folder_name(settings.label)
+    folder = out or Path("runs") / f"{Path(config).stem}-{method}-seed{settings.run.seed}"
+    if dry_run:
+        from fedharmony.experiments.dry_run import plan_of_run
+
+        return print_plan(plan_of_run(settings, folder))
+    with _progress(quiet or not _leads()) as progress:
+        resumable(folder, lambda: runs.start(settings, RunFolder(folder), progress))
+    if _leads():
+        show_folder(folder, quiet)
+    return None
+
+
+def resume(
+    folder: Annotated[
+        Path, typer.Argument(metavar="RUN", callback=usable, help="The folder of the run.")
+    ],
+    device: Annotated[
+        str | None, typer.Option(help="Another device than the run's own; same up to rounding.")
+    ] = None,
+    quiet: Quiet = False,
+) -> None:
+    """Continue a run that was stopped or killed; on a CPU the result is the same to the bit.
+
+    Example: `fedharmony resume runs/demo-fedharmony-seed0`
+    """
+    import_torch()
+    from fedharmony.experiments import run as runs
+    from fedharmony.experiments.folder import RunFolder
+
+    run_folder = RunFolder(folder)
+    run_folder.open()
+    if runs.finished(run_folder) is not None and not quiet:
+        say(f"{folder} is already complete; nothing to do.", err=True)
+    with _progress(quiet or not _leads()) as progress:
+        resumable(folder, lambda: runs.resume(run_folder, progress, device))
+    if _leads():
+        show_folder(folder, quiet)
+
+
+def compare(
+    config: ConfigArgument,
+    overrides: Overrides = None,
+    method_list: Methods = "fedavg,fedharmony",
+    seeds: Seeds = "0,1,2",
+    against: Against = None,
+    jobs: Jobs = None,
+    out: Out = None,
+    device: Devices = None,
+    quiet: Quiet = False,
+    dry_run: DryRun = False,
+    plugin: Plugins = None,
+) -> None:
+    """Train several methods on several seeds: same data, split and cohorts for all.
+
+    Example: `fedharmony compare demo --methods fedavg,fedharmony,fedharmony:a --seeds 0,1,2`
+
+    Finished runs are skipped and unfinished ones continued, so the same command can be repeated or
+    extended. With `--jobs N`, N runs go on at once and share the CPU threads. The table (mean ± sd)
+    is printed and written as table.md, table.csv and table.tex.
+    """
+    _refuse_processes("compare")
+    crowd = _Crowd(jobs, _words(device or ""))
+    settings = settings_of(config, overrides, crowd.devices[0] if crowd.devices else None, plugin)
+    folder = out or Path("runs") / f"{Path(config).stem}-comparison"
+    names, numbers = _words(method_list), _numbers(seeds)
+    if dry_run:
+        from fedharmony.experiments.dry_run import plan_of_comparison
+
+        print_plan(plan_of_comparison(settings, names, numbers, folder))
+    else:
+        _compare(settings, Path(config).stem, names, numbers, folder, quiet, against, crowd)
+
+
+def sweep(
+    config: ConfigArgument,
+    overrides: Overrides = None,
+    method_list: Methods = "fedavg,fedharmony",
+    seeds: Seeds = "0,1,2",
+    jobs: Jobs = None,
+    out: Out = None,
+    device: Devices = None,
+    quiet: Quiet = False,
+    dry_run: DryRun = False,
+    plugin: Plugins = None,
+) -> None:
+    """Compare methods at every value of a setting: lines with bands, tables, a page.
+
+    Example: `fedharmony sweep demo split.gamma=0.1,0.3,1 --methods fedavg,fedharmony --seeds 0,1`
+
+    A setting with several values, separated by commas, is varied; of several such settings every
+    combination is tried. Finished runs are skipped and unfinished ones continued, so the same
+    command can be repeated or extended. Each combination is a comparison in a folder of its own.
+    """
+    _refuse_processes("sweep")
+    from fedharmony.experiments import sweep as sweeps
+    from fedharmony.experiments.folder import RunFolder
+    from fedharmony.report.load import load
+    from fedharmony.report.sweep import table_of, write_sweep
+    from fedharmony.report.tables import write_tables
+
+    crowd = _Crowd(jobs, _words(device or ""))
+    changes = changes_of(overrides, crowd.devices[0] if crowd.devices else None, plugin)
+    folder = out or Path("runs") / f"{Path(config).stem}-sweep"
+    numbers = _numbers(seeds)
+    points = sweeps.plan(config, changes, _words(method_list), numbers, folder, crowd.size)
+    if dry_run:
+        from fedharmony.experiments.dry_run import plan_of_sweep
+
+        return print_plan(plan_of_sweep(points, folder))
+    planned = [run for point in points for run in point.runs]
+    failed: RunsFailedError | None = None
+    with crowd.progress(quiet) as progress, repeatable(folder), crowd.workers() as workers:
+        data = sweeps.rehearse(points, progress)
+        titles = [f"{point.name} {r.label} seed {r.seed}" for point in points for r in point.runs]
+
+        def observer(i: int, run: Planned) -> Observer:
+            return progress.follow(i + 1, len(planned), titles[i], run.settings.run.rounds)
+
+        with RunFolder(folder).writing(), ExitStack() as held:
+            sweeps.write_index(folder, Path(config).stem, points)
+            for point in points:
+                held.enter_context(RunFolder(point.folder).writing())
+            try:
+                if workers is None:
+                    sweeps.execute(points, observer, data)
+                else:
+                    workers.execute(planned, observer)
+            except RunsFailedError as error:
+                failed = error
+            for point in points:
+                if any(run.results is not None for run in point.runs):
+                    write_tables(load(point.folder))
+            swept = write_sweep(folder)
+    screen = console()
+    screen.print(table_of(swept).to_rich(screen.width))
+    if not quiet:
+        screen.print(f"Report: {folder / 'report.html'}", soft_wrap=True)
+    if failed is not None:
+        raise failed
+    return None
+
+
+def tune(
+    config: ConfigArgument,
+    overrides: Overrides = None,
+    method_list: Annotated[
+        str,
+        typer.Option(
+            "--methods",
+            autocompletion=complete_methods,
+            help="Comma-separated methods; `all` takes every method.",
+        ),
+    ] = "all",
+    jobs: Jobs = None,
+    out: Out = None,
+    device: Devices = None,
+    quiet: Quiet = False,
+    dry_run: DryRun = False,
+    plugin: Plugins = None,
+) -> None:
+    """Search the learning rate and settings of each method, on held-out training images.
+
+    Example: `fedharmony tune demo tune.rounds=8 --methods fedavg,fedprox`
+
+    Every trial is a run that is evaluated on images held out of the training clients; the test set
+    is not looked at. Writes tune.json (all trials) and tuned.toml, which goes on top of the same
+    config: `fedharmony compare demo tuned/tuned.toml --methods fedavg,fedprox`. Finished trials are
+    kept, so the same command can be repeated or extended.
+    """
+    _refuse_processes("tune")
+    from fedharmony.experiments.tune import CRITERION, Search
+
+    crowd = _Crowd(jobs, _words(device or ""))
+    settings = settings_of(config, overrides, crowd.devices[0] if crowd.devices else None, plugin)
+    folder = out or Path("runs") / f"{Path(config).stem}-tuned"
+    if dry_run:
+        from fedharmony.experiments.dry_run import plan_of_search
+
+        return print_plan(plan_of_search(settings, _words(method_list), folder))
+    search = Search(settings, _words(method_list), folder, crowd.size)
+    with crowd.progress(quiet) as progress, repeatable(folder), crowd.workers() as workers:
+
+        def observer(i: int, planned: Planned) -> Observer:
+            name, rounds = (
+                f"{planned.label} {planned.folder.path.name}",
+                planned.settings.run.rounds,
+            )
+            return progress.follow(i + 1, search.size, name, rounds)
+
+        found = search.run(observer, progress, workers)
+    table = Table(box=None, pad_edge=False)
+    for heading in ("Method", "lr", "setting", f"{CRITERION} before", f"{CRITERION} found", ""):
+        table.add_column(heading, justify="left" if heading in ("Method", "setting") else "right")
+    for f in found:
+        table.add_row(
+            f.method,
+            f"{f.lr:g}",
+            ", ".join(map(str, f.choices)),
+            "" if f.start is None else f"{100 * f.start:.1f}",
+            f"{100 * f.score:.1f}",
+            "; ".join(f"{name} is at the end of its grid" for name in f.edges),
+        )
+    screen = console()
+    screen.print(table)
+    if not quiet:
+        screen.print(f"Settings: {folder / 'tuned.toml'}", soft_wrap=True)
+    return None
+
+
+def demo(
+    out: Out = None,
+    seeds: Annotated[str, typer.Option(help="Comma-separated seeds.")] = "0",
+    rounds: Annotated[int | None, typer.Option(help="Fewer rounds for a quicker look.")] = None,
+    device: Device = None,
+    quiet: Quiet = False,
+) -> None:
+    """FedAvg, FedHarmony and FedHarmony:plus side by side, on data the package makes itself.
+
+    Needs no data and no network and takes about two minutes on two CPU cores.
+    """
+    overrides = [] if rounds is None else [f"run.rounds={rounds}"]
+    settings = settings_of("demo", overrides, device, None)
+    from fedharmony.experiments.folder import unused
+
+    folder = out or unused(Path("runs") / "demo")
+    names = ["fedavg", "fedharmony", "fedharmony:plus"]
+    _compare(settings, "demo", names, _numbers(seeds), folder, quiet)
+
+
+@dataclass(frozen=True)
+class _Crowd:
+    """How many runs go on at once, and where."""
+
+    jobs: int | None = None
+    devices: Sequence[str] = ()
+
+    def __post_init__(self) -> None:
+        """Refuse devices that nobody would use."""
+        if self.size < len(self.devices):
+            raise ConfigError(
+                f"--device {','.join(self.devices)} names {len(self.devices)} devices for --jobs "
+                f"{self.size}. Give at least as many jobs, or leave --jobs out."
+            )
+
+    @property
+    def size(self) -> int:
+        """Runs at once: one per device if nobody says."""
+        return self.jobs or max(1, len(self.devices))
+
+    def progress(self, quiet: bool) -> Progress:
+        """What shows so many runs."""
+        return _progress(quiet, Board if self.size > 1 else Progress)
+
+    @contextmanager
+    def workers(self) -> Iterator[Workers | None]:
+        """The processes, if there are several; they end with the block."""
+        from fedharmony.experiments.jobs import Workers
+
+        if self.size == 1:
+            yield None
+            return
+        with Workers(self.size, self.devices) as workers:
+            yield workers
+
+
+def _compare(
+    settings: Settings,
+    name: str,
+    labels: Sequence[str],
+    seeds: Sequence[int],
+    folder: Path,
+    quiet: bool,
+    against: str | None = None,
+    crowd: _Crowd = _Crowd(),  # noqa: B008 (frozen)
+) -> None:
+    from fedharmony.experiments import compare as comparison
+    from fedharmony.experiments.folder import RunFolder
+    from fedharmony.report.load import load
+    from fedharmony.report.tables import write_tables
+
+    planned = comparison.plan(settings, labels, seeds, folder, crowd.size)
+    if against is not None:
+        comparison.refuse_reference(against, {run.label for run in planned})
+    failed: RunsFailedError | None = None
+    with crowd.progress(quiet) as progress, repeatable(folder), crowd.workers() as workers:
+        data = comparison.rehearse(planned, progress)
+
+        def observer(i: int, run: Planned) -> Observer:
+            title, rounds = f"{run.label} seed {run.seed}", run.settings.run.rounds
+            return progress.follow(i + 1, len(planned), title, rounds)
+
+        with RunFolder(folder).writing():
+            comparison.write_index(folder, name, planned, against)  # can be reported from now on
+            try:
+                if workers is None:
+                    comparison.execute(planned, observer, data)
+                else:
+                    workers.execute(planned, observer)
+            except RunsFailedError as error:
+                failed = error
+                if all(run.results is None for run in planned):
+                    raise
+            runs = load(folder)
+            write_tables(runs)
+    show_runs(runs, quiet)
+    if failed is not None:
+        raise failed
+
+
+def _progress(quiet: bool, kind: type[Progress] = Progress) -> Progress:
+    """Live progress, and what the parts of a run have to say; quiet, only their warnings."""
+    return kind(quiet=hush(quiet))
+
+
+def _leads() -> bool:
+    """Whether this process prints: the first of those that torchrun started, or the only one."""
+    from fedharmony.transport.processes import crew
+
+    return crew().leads
+
+
+def _refuse_processes(command: str) -> None:
+    import_torch()
+    from fedharmony.transport.processes import crew
+
+    if crew().size > 1:
+        raise ConfigError(
+            f"'fedharmony {command}' works in one process. Under torchrun use 'run' and 'resume'."
+        )
+
+
+def _words(text: str) -> list[str]:
+    return [word.strip() for word in text.split(",") if word.strip()]
+
+
+def _numbers(text: str) -> list[int]:
+    try:
+        seeds = [int(word) for word in _words(text)]
+    except ValueError:
+        raise ConfigError(f"--seeds {text!r} must be whole numbers, for instance 0,1,2.") from None
+    if any(seed < 0 for seed in seeds):
+        raise ConfigError(f"--seeds {text!r}: seeds must not be negative.")
+    return seeds
