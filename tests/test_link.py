@@ -26,11 +26,11 @@ def test_what_is_started_is_ended(tmp_path: Path) -> None:
     link = Link(tmp_path)
     code = "print('hello', flush=True); import time; time.sleep(60)"
     pid = link._start("sleeper", [sys.executable, "-c", code])
-    link = written(tmp_path, pid, links._began(pid))
+    link = written(tmp_path, pid, links.began(pid))
     assert (link.pid, link.address) == (pid, "127.0.0.1:1")
     assert os.getsid(pid) == pid
     assert link.down()
-    assert links._began(pid) is None
+    assert links.began(pid) is None
     assert not link.down()
 
 
@@ -43,11 +43,11 @@ def test_another_process_of_the_same_number_is_left_alone(tmp_path: Path) -> Non
 def test_a_gate_without_its_superlink_is_ended(tmp_path: Path) -> None:
     link = Link(tmp_path)
     gate = link._start("gate", [sys.executable, "-c", "import time; time.sleep(60)"])
-    about = {"processes": [[1, "gone"], [gate, links._began(gate)]], "address": "127.0.0.1:1"}
+    about = {"processes": [[1, "gone"], [gate, links.began(gate)]], "address": "127.0.0.1:1"}
     (tmp_path / "link.json").write_text(json.dumps(about))
     assert link.pid is None
     assert link.down()
-    assert links._began(gate) is None
+    assert links.began(gate) is None
 
 
 def test_without_a_superlink(tmp_path: Path) -> None:
@@ -106,4 +106,15 @@ def test_a_server_that_ended_without_a_word_is_found_out(
     monkeypatch.setattr(Link, "flwr", lambda *words: next(answers))
     run = Ordered(Link(tmp_path), "7", RunFolder(tmp_path), tmp_path / "outcome.json")
     with pytest.raises(CheckpointError, match=r"ended without a word \(finished:failed\)"):
+        run.follow(print)
+
+
+def test_a_server_that_was_killed_is_found_out_at_once(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Flower is not even asked: the process that the server named is gone."""
+    monkeypatch.setattr(Link, "flwr", lambda *words: pytest.fail("a process for nothing"))
+    run = Ordered(Link(tmp_path), "7", RunFolder(tmp_path), tmp_path / "outcome.json")
+    (tmp_path / "server.json").write_text(json.dumps({"pid": os.getpid(), "began": "0"}))
+    with pytest.raises(CheckpointError, match=r"ended without a word \(it was killed\)"):
         run.follow(print)

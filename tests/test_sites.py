@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from contextlib import suppress
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
@@ -14,8 +15,9 @@ from fedharmony.errors import ClientLimitError
 from fedharmony.experiments import run
 from fedharmony.experiments.folder import RunFolder
 from fedharmony.experiments.settings import load_settings
-from fedharmony.flower import server, transport
-from fedharmony.flower.server import Terms
+from fedharmony.flower import post as posts
+from fedharmony.flower import server
+from fedharmony.flower.roster import Terms
 from fedharmony.methods.base import methods
 from fedharmony.site.parcel import Parcel
 from fedharmony.site.policy import accepted, offered
@@ -33,8 +35,8 @@ def home(tmp_path_factory: pytest.TempPathFactory) -> Any:
     with pytest.MonkeyPatch.context() as patch:
         folder = tmp_path_factory.mktemp("sites")
         patch.setenv("FEDHARMONY_CACHE", str(folder / "cache"))
-        patch.setattr(transport, "POLL_S", 0.0)
-        patch.setattr(transport, "AGAIN_S", 0.0)
+        patch.setattr(posts, "POLL_S", 0.0)
+        patch.setattr(posts, "AGAIN_S", 0.0)
         threads = torch.get_num_threads()
         yield folder, draw_sites(folder / "data")
         torch.set_num_threads(threads)
@@ -170,21 +172,6 @@ def test_a_silent_site_is_given_up_and_not_asked_while_it_owes(home: Any, tmp_pa
     assert reasons[1] == "site ada: it still works on an earlier message"
 
 
-def test_a_site_that_is_away_comes_back_as_another_node(home: Any, tmp_path: Path) -> None:
-    post, folder = Memory(workers(home[0] / "data"), registered=False), RunFolder(tmp_path / "run")
-
-    def observe(event: dict[str, Any]) -> None:
-        if event["event"] == "evaluate" and event["round"] == 0:
-            post.offline.add(1000)
-        if event["event"] == "evaluate" and event["round"] == 1:
-            post.sites[2000] = post.sites[1000]
-
-    server.start(settings_of(home, "federation.cohort=3"), folder, observe, post, TERMS)
-    rounds = [e for e in folder.read_events() if e["event"] == "round"]
-    assert [e["reported"] for e in rounds] == [[0, 1, 2], [1, 2], [0, 1, 2]]
-    assert rounds[1]["failures"][0]["reason"] == "site ada: it is not online"
-
-
 def test_a_model_is_packed_once_for_all_sites(home: Any, tmp_path: Path) -> None:
     post = Memory(workers(home[0] / "data"))
     settings = settings_of(home, "federation.cohort=3", "run.method=fedharmony")
@@ -212,9 +199,126 @@ def test_too_few_sites_are_an_error_that_says_why(home: Any, tmp_path: Path) -> 
     post = Memory(workers(home[0] / "data"))
     post.offline = {1000}
     post.instead[1001] = lambda question: "Flower says: gone (5)"
-    terms = Terms(sites=3, wait_s=0.0)
-    with pytest.raises(ClientLimitError, match=r"1 of the 3 .* \(cy\): site ben: Flower says"):
+    terms = Terms(sites=3, wait_s=0.0, registered=("ada", "ben", "cy"))
+    why = r"1 of the 3 .* \(cy\): site ben: Flower says: gone \(5\); not online: ada\."
+    with pytest.raises(ClientLimitError, match=why):
         server.start(settings_of(home), RunFolder(tmp_path / "run"), nobody, post, terms)
+
+
+# -- who takes part -------------------------------------------------------------------------------
+
+
+def over_rounds(**changes: Any) -> Any:
+    """Observes a run, and calls ``after_N`` when round N is over."""
+
+    def observe(event: dict[str, Any]) -> None:
+        if event["event"] == "evaluate" and (change := changes.get(f"after_{event['round']}")):
+            change()
+
+    return observe
+
+
+def stop() -> None:
+    raise KeyboardInterrupt
+
+
+def rounds_of(folder: RunFolder) -> list[dict[str, Any]]:
+    return [event for event in folder.read_events() if event["event"] == "round"]
+
+
+def roster(folder: RunFolder) -> dict[str, tuple[int, int]]:
+    """Client id and first round of each site, as the folder has them."""
+    sites = (folder.read_json("roster.json") or {})["sites"]
+    return {name: (site["client"], site["joined"]) for name, site in sites.items()}
+
+
+@pytest.mark.parametrize("node", [1000, 2000])
+def test_a_site_that_is_away_is_no_failure_and_comes_back(
+    home: Any, tmp_path: Path, node: int
+) -> None:
+    """As the same node at once; as another node it is asked first, and drawn a round later."""
+    post, folder = Memory(workers(home[0] / "data"), registered=False), RunFolder(tmp_path / "run")
+
+    def away() -> None:
+        post.offline.add(1000)
+
+    def back() -> None:
+        post.sites[node] = post.sites[1000]
+        post.offline -= {node}
+
+    observe = over_rounds(after_0=away, after_1=back)
+    settings = settings_of(home, "federation.cohort=3", "run.rounds=4")
+    server.start(settings, folder, observe, post, TERMS)
+    later = [[0, 1, 2], [0, 1, 2]] if node == 1000 else [[1, 2], [0, 1, 2]]
+    assert [e["reported"] for e in rounds_of(folder)] == [[0, 1, 2], [1, 2], *later]
+    assert [e["failures"] for e in rounds_of(folder)] == [[]] * 4
+
+
+def test_a_late_site_joins_with_the_next_number(home: Any, tmp_path: Path) -> None:
+    """Ada comes after the first round: asked in the second, drawn from the third on.
+
+    The first sites are numbered by their names; ada, first of all by name, is the last by number.
+    """
+    sites, folder = workers(home[0] / "data"), RunFolder(tmp_path / "run")
+    post = Memory(sites)
+    post.offline = {1000}
+
+    settings = settings_of(
+        home, "run.method=spherefed", "federation.cohort=", "federation.participation=1.0"
+    )
+    terms = replace(TERMS, sites=2)
+    observe = over_rounds(after_0=post.offline.clear, after_1=stop)
+    with pytest.raises(KeyboardInterrupt):
+        server.start(settings, folder, observe, post, terms)
+    assert roster(folder) == {"ben": (0, 0), "cy": (1, 0)}
+    found = server.resume(folder, nobody, post, terms)
+    assert [e["reported"] for e in rounds_of(folder)] == [[0, 1], [0, 1], [0, 1, 2]]
+    assert roster(folder) == {"ben": (0, 0), "cy": (1, 0), "ada": (2, 2)}
+    assert found["clients_lost"] == 0
+    # A stage for everyone reaches it, too.
+    assert {n for n, p in post.log if p.words.get("stage") == "calibrate"} == {1000, 1001, 1002}
+
+
+def test_a_late_site_goes_on_after_the_server_was_killed(home: Any, tmp_path: Path) -> None:
+    """The bits of a run that was not cut short, though the roster grew in between."""
+    settings = settings_of(home, "federation.cohort=", "run.rounds=4", "run.method=fedcurv")
+    terms, results = replace(TERMS, sites=2), []
+
+    for killed in (False, True):
+        post, folder = Memory(workers(home[0] / "data")), RunFolder(tmp_path / str(killed))
+        post.offline = {1000}
+        changes = {"after_0": post.offline.clear} | ({"after_2": stop} if killed else {})
+        with suppress(KeyboardInterrupt):
+            results.append(server.start(settings, folder, over_rounds(**changes), post, terms))
+        if killed:
+            again = Memory(workers(home[0] / "data"), seed=3)
+            results.append(server.resume(folder, nobody, again, terms))
+        assert roster(folder)["ada"] == (2, 2)
+    assert results[0]["state_sha256"] == results[1]["state_sha256"]
+
+
+def test_a_late_site_that_does_not_fit_is_left_out(home: Any, tmp_path: Path) -> None:
+    """At ada dog is not annotated; the run began without unknown labels."""
+    sites, folder = workers(home[0] / "data"), RunFolder(tmp_path / "run")
+    lines = 'name = "ada"\nclasses = ["cat", "dog", "tree"]\nannotated = ["cat", "tree"]'
+    sites["ada"] = Worker(load_site(site_file(home[0] / "data", "ada", site=lines)))
+    post = Memory(sites)
+    post.offline = {1000}
+    observe = over_rounds(after_0=post.offline.clear)
+    server.start(settings_of(home), folder, observe, post, replace(TERMS, sites=2))
+    assert set(roster(folder)) == {"ben", "cy"}
+
+
+def test_a_round_waits_for_the_least_number_of_sites(home: Any, tmp_path: Path) -> None:
+    post, folder = Memory(workers(home[0] / "data")), RunFolder(tmp_path / "run")
+    observe = over_rounds(after_0=lambda: post.offline.update((1000, 1002)))
+    terms = replace(TERMS, least=2, wait_s=0.2)
+    with pytest.raises(ClientLimitError, match=r"1 of the 2 .* away: ada, cy.* after 1 rounds is"):
+        server.start(settings_of(home), folder, observe, post, terms)
+    post.offline = {1002}
+    results = server.resume(folder, nobody, post, terms)
+    assert results["status"] == "completed"
+    assert [e["reported"] for e in rounds_of(folder)][1:] == [[0, 1], [0, 1]]
 
 
 # -- refused before round 0 -----------------------------------------------------------------------
@@ -307,7 +411,7 @@ def test_files_are_found_by_the_name_that_the_site_gives_them(home: Any, tmp_pat
 
 def test_nonsense_is_refused_and_the_worker_lives(home: Any) -> None:
     worker = workers(home[0] / "data")["ben"]
-    run_words = about(home, id="1" * 32, clients=3, client=1, unknown=False)
+    run_words = about(home, id="1" * 32, client=1, unknown=False)
     run_words["frozen"] = digest(Record({"frozen": {}}))
     asked = {"run": run_words, "stage": "update", "round": 0, "heard": -1, "scalars": {}}
     assert "not enrolled" in worker.answer(Parcel("stage", asked)).reason
@@ -317,7 +421,7 @@ def test_nonsense_is_refused_and_the_worker_lives(home: Any) -> None:
         ({"round": 99}, "no round 100"),
         ({"round": "first"}, "no whole number"),
         ({"run": 3}, "says nothing of 'run'"),
-        ({"run": {**run_words, "client": 7}}, "no client 7 among 3"),
+        ({"run": {**run_words, "client": -1}}, "no client -1"),
         ({"run": {**run_words, "frozen": "other"}}, "frozen part"),
         ({"run": {**run_words, "id": "../../etc"}}, "does not name a run"),
     ):

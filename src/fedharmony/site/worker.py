@@ -159,7 +159,7 @@ class Worker:
         if (before := _read_json(folder / "enrolled.json")) is not None:
             self._refuse_changed(before, about)
         # A rehearsal: whatever does not fit together is refused now, not in a round.
-        own = {"clients": 1, "client": 0, "unknown": self.data.train.known is not None}
+        own = {"client": 0, "unknown": self.data.train.known is not None}
         federation, _ = self._federation(settings, {**about, **own}, ClientMemory())
         for round in range(settings.run.rounds):
             self.settings.policy.refuse_stages(federation.stages(round))
@@ -256,13 +256,13 @@ class Worker:
         self, settings: Settings, about: Mapping[str, Any], memory: ClientMemory
     ) -> tuple[Federation, str]:
         """The loop over the one client of this site, and the digest of the model's frozen part."""
-        clients, client = _whole(about, "clients"), _whole(about, "client")
-        if not 0 <= client < clients <= MOST_CLIENTS:
-            raise PolicyError(f"there is no client {client} among {clients}")
-        # How many images others have is not this site's business, nor is who takes part when.
-        settings = replace(settings, federation=replace(settings.federation, cohort=None))
-        sizes = {k: self.images if k == client else 0 for k in range(clients)}
-        shape = self.data.train.images.shape
+        client = _whole(about, "client")
+        if not 0 <= client < MOST_CLIENTS:
+            raise PolicyError(f"there is no client {client}")
+        # Who else takes part is not this site's business, nor is how models are averaged.
+        alone = replace(settings.federation, cohort=None, robust="none")
+        settings = replace(settings, federation=alone)
+        shape, sizes = self.data.train.images.shape, {client: self.images}
         facts = Facts(self.data.classes, InputSpec(*shape), sizes, bool(about.get("unknown")))
         plan = blueprint(settings, facts)
         backbone, images = plan.model.backbone, np.arange(self.images)
