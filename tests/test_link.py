@@ -4,7 +4,9 @@ from __future__ import annotations
 
 import json
 import os
+import signal
 import sys
+import time
 from pathlib import Path
 from typing import Any
 
@@ -63,6 +65,32 @@ def test_flower_is_told_to_send_nothing_home(tmp_path: Path) -> None:
     assert found["FLWR_HOME"] == str(tmp_path / "flwr")
 
 
+def test_what_a_killed_superlink_started_is_ended_too(tmp_path: Path) -> None:
+    """A child in a session of its own outlives its parent, and is still known."""
+    child = "import time; time.sleep(60)"
+    code = (
+        "import subprocess, sys, time;"
+        f"subprocess.Popen([sys.executable, '-c', {child!r}], start_new_session=True);"
+        "time.sleep(60)"
+    )
+    parent = Link(tmp_path)._start("superlink", [sys.executable, "-c", code])
+    while not (found := links._children(parent)):
+        time.sleep(0.01)
+    family = [[pid, links.began(pid)] for pid in (parent, *found)]
+    os.kill(parent, signal.SIGKILL)
+    os.waitpid(parent, 0)
+    (tmp_path / "link.json").write_text(json.dumps({"processes": family, "address": ":1"}))
+    assert Link(tmp_path).pid is None
+    assert Link(tmp_path).down()
+    assert links.began(found[0]) is None
+
+
+def test_a_superlink_that_has_ended_ends_the_watch(tmp_path: Path) -> None:
+    run = Ordered(Link(tmp_path), "7", RunFolder(tmp_path), tmp_path / "outcome.json")
+    with pytest.raises(TransportError, match=r"has ended.*flower up.*flower resume"):
+        run.follow(print)
+
+
 def ordered(folder: Path, **outcome: Any) -> Ordered:
     (folder / "outcome.json").write_text(json.dumps(outcome))
     return Ordered(Link(folder), "7", RunFolder(folder), folder / "outcome.json")
@@ -102,6 +130,7 @@ def test_a_server_that_ended_without_a_word_is_found_out(
 ) -> None:
     monkeypatch.setattr(links, "ASK_S", 0.0)
     monkeypatch.setattr(links, "LOOK_S", 0.0)
+    written(tmp_path, os.getpid(), links.began(os.getpid()))
     answers = iter([{"runs": [{"status": "running"}]}, {"runs": [{"status": "finished:failed"}]}])
     monkeypatch.setattr(Link, "flwr", lambda *words: next(answers))
     run = Ordered(Link(tmp_path), "7", RunFolder(tmp_path), tmp_path / "outcome.json")

@@ -18,7 +18,7 @@ import torch
 from hypothesis import given
 from hypothesis import strategies as st
 
-from fedharmony.data.base import DataSet, LabelledImages, TensorImages
+from fedharmony.data.base import DataSet, LabelledImages, Source, TensorImages
 from fedharmony.errors import (
     CheckpointError,
     ConfigError,
@@ -310,6 +310,10 @@ def test_plug_ins_do_not_travel() -> None:
 
 def test_feature_vectors_are_refused() -> None:
     rows = LabelledImages(TensorImages(torch.zeros(1, 4)), np.ones((1, 1), np.uint8))
-    data = DataSet("own", ("a",), rows, rows)
+
+    class Vectors(Source):
+        def load(self) -> DataSet:
+            return DataSet("own", ("a",), rows, rows)
+
     with pytest.raises(ConfigError, match="needs images"):
-        _test_only(data)
+        _test_only(Vectors())

@@ -11,7 +11,7 @@ import pytest
 import torch
 
 from fedharmony.engine.checkpoint import digest, from_bytes, to_bytes
-from fedharmony.errors import ClientLimitError
+from fedharmony.errors import ClientLimitError, ConfigError, DataError
 from fedharmony.experiments import run
 from fedharmony.experiments.folder import RunFolder
 from fedharmony.experiments.settings import load_settings
@@ -297,6 +297,14 @@ def test_a_late_site_goes_on_after_the_server_was_killed(home: Any, tmp_path: Pa
     assert results[0]["state_sha256"] == results[1]["state_sha256"]
 
 
+def test_how_models_are_averaged_is_no_business_of_a_site(home: Any) -> None:
+    """Multi-Krum needs three clients a round; at a site there is one."""
+    worker = workers(home[0] / "data")["ben"]
+    tree = offered(settings_of(home, "federation.robust=multi_krum", "federation.robust_bad=0.0"))
+    words = about(home, settings=tree, id="2" * 32)
+    assert worker.answer(Parcel("enrol", {"run": words})).kind == "reply"
+
+
 def test_a_late_site_that_does_not_fit_is_left_out(home: Any, tmp_path: Path) -> None:
     """At ada dog is not annotated; the run began without unknown labels."""
     sites, folder = workers(home[0] / "data"), RunFolder(tmp_path / "run")
@@ -430,3 +438,101 @@ def test_nonsense_is_refused_and_the_worker_lives(home: Any) -> None:
     assert worker.answer(Parcel("stage", asked)).kind == "failed"  # no model in the message
     assert worker.answer(Parcel("status")).words["images"] == 18
     assert "not asked for" in worker.answer(Parcel("reply")).reason
+
+
+# -- evaluation at sites --------------------------------------------------------------------------
+
+AT_SITES = ("data.name=sites", "data.path=", "data.table=", "federation.cohort=3")
+
+
+def measured_at_sites(home: Any, folder: Path, detail: str, *changes: str) -> tuple[Any, Any, Any]:
+    """A run without test images at the server, beside the same run with all of them."""
+    policy = f'statistics = "all"\nevaluation = "{detail}"'
+    post = Memory(workers(home[0] / "data", policy=policy))
+    settings = settings_of(home, *AT_SITES, *changes)
+    found = server.start(settings, RunFolder(folder / "sites"), nobody, post, TERMS)
+    settings = settings_of(home, "federation.cohort=3", *changes)
+    expected = run.start(settings, RunFolder(folder / "here"), nobody)
+    return found, expected, post
+
+
+def curve(folder: Path) -> dict[int, float]:
+    events = RunFolder(folder).read_events()
+    return {e["round"]: e["metrics"]["mAP"] for e in events if e["event"] == "evaluate"}
+
+
+@pytest.mark.parametrize("method", ["fedharmony", "spherefed", "fedrdn"])
+def test_models_measured_at_sites_have_the_metrics_of_the_pooled_test_set(
+    home: Any, tmp_path: Path, method: str
+) -> None:
+    """With sorted scores: the eight numbers, structure, every site's row, every round's curve.
+
+    SphereFed fits its frozen classifier after the last round, and FedRDN normalises by statistics
+    of all sites: both reach the sites with the model.
+    """
+    found, expected, post = measured_at_sites(home, tmp_path, "scores", f"run.method={method}")
+    assert found["state_sha256"] == expected["state_sha256"]
+    assert found["metrics"] == pytest.approx(expected["metrics"], abs=1e-6)
+    assert found["structure"] == pytest.approx(expected["structure"], abs=1e-5, nan_ok=True)
+    assert found["baselines"]["all positive"] == expected["baselines"]["all positive"]
+    assert [row["positives"] for row in found["per_label"]] == [
+        row["positives"] for row in expected["per_label"]
+    ]
+    rows = {row["user"]: row for row in found["per_user"]["each"]}
+    assert {name: row["images"] for name, row in rows.items()} == {"ada": 4, "ben": 4, "cy": 4}
+    for row in expected["per_user"]["each"]:
+        assert rows[row["user"]]["O-mAP"] == pytest.approx(row["O-mAP"], abs=1e-6)
+    assert curve(tmp_path / "sites") == pytest.approx(curve(tmp_path / "here"), abs=1e-6)
+    assert (found["measured_at"], found["test_images"]) == (["ada", "ben", "cy"], 12)
+    # No exchange more in a round, and the model travels once; one exchange after the last.
+    trained = [p for _, p in post.log if p.kind == "stage" and p.words["stage"] == "update"]
+    assert [p.words["measured"]["same"][0] for p in trained if "measured" in p.words] == [
+        "params"
+    ] * 6
+    assert [p.kind for _, p in post.log].count("measure") == 3
+
+
+def test_counts_of_scores_say_how_far_average_precision_may_be_off(
+    home: Any, tmp_path: Path
+) -> None:
+    found, expected, _ = measured_at_sites(home, tmp_path, "histograms")
+    for name in ("CP", "CR", "CF1", "OP", "OR", "OF1"):
+        assert found["metrics"][name] == pytest.approx(expected["metrics"][name], abs=1e-9)
+    low, high = found["mAP_between"]
+    assert low <= expected["metrics"]["mAP"] <= high
+    assert high - low < 0.1
+    assert not (tmp_path / "sites" / "scores.safetensors").exists()
+
+
+def test_sites_that_measure_nothing_are_left_out(home: Any, tmp_path: Path) -> None:
+    """Ada's policy forbids it, ben answers nonsense; the curve goes on with cy alone."""
+    sites = workers(home[0] / "data")
+    policy = 'statistics = "all"\nevaluation = "none"'
+    sites["ada"] = Worker(load_site(site_file(home[0] / "data", "ada", policy=policy)))
+    post, folder = Memory(sites), RunFolder(tmp_path / "run")
+    ben = post.sites[1001][1]
+
+    def nonsense(question: Parcel) -> Parcel:
+        found = ben.answer(question)
+        parts = {name: part for name, part in found.parts.items() if name != "measured"}
+        return Parcel(found.kind, found.words, parts)
+
+    post.instead[1001] = nonsense
+    results = server.start(settings_of(home, *AT_SITES), folder, nobody, post, TERMS)
+    assert results["measured_at"] == ["cy"]
+    assert results["clients_lost"] == 0
+    assert len(curve(folder.path)) == 3
+    post.offline = {1002}
+    out = RunFolder(tmp_path / "none")
+    two = settings_of(home, *AT_SITES, "federation.cohort=2")
+    with pytest.raises(ClientLimitError, match=r"No site measured .*: this site tells nothing"):
+        server.start(two, out, nobody, post, replace(TERMS, sites=2))
+
+
+def test_what_sites_cannot_measure_is_refused_before_round_0(home: Any, tmp_path: Path) -> None:
+    post, folder = Memory({}), RunFolder(tmp_path / "run")
+    for change, reason in (("metrics.topk=3", "whole images"), ("data.classes=[]", "data.classes")):
+        with pytest.raises(ConfigError, match=reason):
+            server.start(settings_of(home, *AT_SITES, change), folder, nobody, post, TERMS)
+    with pytest.raises(DataError, match="flower run"):
+        run.start(settings_of(home, *AT_SITES), folder, nobody)

@@ -204,7 +204,7 @@ class EngineSettings:
     threads: Annotated[int, Ge(1), Le(1024)] | None = None
     tf32: bool = False
     memory_mb: Annotated[int, Ge(0)] = 1024
-    wait_s: Annotated[float, Gt(0), Le(10**6)] = 1800.0
+    wait_s: Annotated[float, Gt(0), Le(1e6)] = 1800.0
 
 
 @dataclass(frozen=True)

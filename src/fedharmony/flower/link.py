@@ -76,7 +76,7 @@ class Link:
 
     @property
     def _started(self) -> list[tuple[int, str]]:
-        """The SuperLink and its gate: number of the process, and when it began."""
+        """The SuperLink, its gate, and what starts servers: each process, and when it began."""
         return [(pid, since) for pid, since in self._about.get("processes", [])]
 
     @property
@@ -134,10 +134,15 @@ class Link:
         write_file(self.home / "flwr" / "config.toml", flower.encode())
         started = [self._start("superlink", superlink)]
         started.append(self._start("gate", [*gate, self.certificates]))
-        about = {"processes": [(p, began(p)) for p in started], "address": f"{host}:{port}"}
-        write_file(self.home / "link.json", json.dumps(about).encode())
         until = time.monotonic() + START_S
-        while not (_answers("127.0.0.1", control_port) and _answers(host, port)):
+        while True:
+            # What the SuperLink starts outlives it when it is killed, with the servers of runs.
+            family = [*started, *_children(started[0])]
+            about = {"processes": [(p, began(p)) for p in family], "address": f"{host}:{port}"}
+            write_file(self.home / "link.json", json.dumps(about).encode())
+            answers = _answers("127.0.0.1", control_port) and _answers(host, port)
+            if answers and len(family) > len(started):
+                return
             if not all(map(_alive, started)) or time.monotonic() > until:
                 self.down()
                 raise TransportError(
@@ -160,7 +165,8 @@ class Link:
         """End what :meth:`up` started, with all that it started itself; False where none ran."""
         running = [pid for pid, since in self._started if began(pid) == since]
         for pid in running:
-            os.killpg(pid, signal.SIGTERM)
+            with suppress(ProcessLookupError):
+                os.killpg(pid, signal.SIGTERM)
         until = time.monotonic() + END_S
         while any(map(_alive, running)) and time.monotonic() < until:
             time.sleep(0.1)
@@ -263,6 +269,12 @@ class Ordered:
                 break
             if alive is False:
                 self._refuse_dead("it was killed")
+            if self.link.pid is None:
+                raise TransportError(
+                    f"The SuperLink of {self.link.home} has ended. Finished rounds are kept; start "
+                    f"it again with 'fedharmony flower up', and go on with 'fedharmony flower "
+                    f"resume {self.folder.path}'."
+                )
             if alive is None and time.monotonic() - asked > ASK_S:
                 self._refuse_never_begun()
                 asked = time.monotonic()
@@ -326,6 +338,16 @@ def _alive(pid: int) -> bool:
         if os.waitpid(pid, os.WNOHANG)[0]:
             return False
     return began(pid) is not None
+
+
+def _children(pid: int) -> list[int]:
+    """The processes that a process has started."""
+    found = []
+    for stat in Path("/proc").glob("[0-9]*/stat"):
+        with suppress(OSError):
+            if stat.read_text().rpartition(")")[2].split()[1] == str(pid):
+                found.append(int(stat.parent.name))
+    return found
 
 
 def began(pid: int) -> str | None:

@@ -1,8 +1,8 @@
 """A run whose clients are sites: the same folder, events, checkpoints and report as any run.
 
-The server has no training images. It needs settings, what the sites say of themselves, and a test
-set of its own: ``[data]`` names a data set whose *test* part the global model is measured on, and
-whose labels are the federation's.
+The server has no training images. It needs settings and what the sites say of themselves.
+``[data]`` names a data set whose *test* part the global model is measured on, and whose labels are
+the federation's; or it is ``sites``, and the model is measured there.
 """
 
 from __future__ import annotations
@@ -16,7 +16,8 @@ from pathlib import Path
 import numpy as np
 import torch
 
-from fedharmony.data.base import DataSet, LabelledImages, TensorImages, datasets
+from fedharmony.data.base import DataSet, LabelledImages, Source, TensorImages, datasets
+from fedharmony.data.sites import AtSites
 from fedharmony.engine.checkpoint import digest
 from fedharmony.engine.federation import Federation
 from fedharmony.engine.means import Means
@@ -26,10 +27,12 @@ from fedharmony.experiments import run as runs
 from fedharmony.experiments.binding import bind
 from fedharmony.experiments.blueprint import Blueprint, Facts, blueprint
 from fedharmony.experiments.build import Assembly, Observer, on_device
-from fedharmony.experiments.evaluate import Results
+from fedharmony.experiments.evaluate import Judge, Results
 from fedharmony.experiments.folder import RunFolder
 from fedharmony.experiments.machine import choose_device
 from fedharmony.experiments.settings import Settings
+from fedharmony.flower import judge
+from fedharmony.flower.judge import refuse_options
 from fedharmony.flower.post import Post
 from fedharmony.flower.roster import Calls, Roster, Site, Terms
 from fedharmony.flower.transport import Sites
@@ -68,6 +71,13 @@ class Remote(Assembly):
         )
         return replace(plan.federation(sites), schedule=calls)
 
+    def judge(self, federation: Federation) -> Judge | None:
+        """The sites, where the server has no test images of its own."""
+        if len(self.data.test):
+            return None
+        assert isinstance(federation.transport, Sites)
+        return judge.AtSites(self.blueprint, federation.transport)
+
 
 def start(
     settings: Settings, folder: RunFolder, observe: Observer, post: Post, terms: Terms
@@ -88,7 +98,9 @@ def _builder(folder: RunFolder, post: Post, terms: Terms) -> runs.Build:
         settings: Settings, partition: Path | None, data: DataSet | None, observe: Observer
     ) -> Remote:
         public = offered(settings)
-        loaded = _test_only(datasets[settings.data.common.name](settings.data.own).load())
+        loaded = _test_only(datasets[settings.data.common.name](settings.data.own))
+        if not len(loaded.test):
+            refuse_options(settings.metrics, len(loaded.classes))
         kept = folder.read_json(ROSTER) or {"run": uuid.uuid4().hex, "sites": {}}
         about = {
             "id": kept["run"],
@@ -124,8 +136,11 @@ def _builder(folder: RunFolder, post: Post, terms: Terms) -> runs.Build:
     return build
 
 
-def _test_only(data: DataSet) -> DataSet:
+def _test_only(source: Source) -> DataSet:
     """The test part of the server's data; whatever it has to train on stays out of the run."""
+    if isinstance(source, AtSites):
+        return source.vocabulary()
+    data = source.load()
     shape, classes = data.test.images.shape, len(data.classes)
     if len(shape) != 3:
         raise ConfigError(

@@ -8,10 +8,11 @@ from dataclasses import dataclass, field
 from typing import Any
 
 from fedharmony.errors import TransportError
-from fedharmony.flower.post import Post, pause
+from fedharmony.flower.post import Post, collect, pause
 from fedharmony.flower.roster import Roster
 from fedharmony.methods.base import Stage
-from fedharmony.site.parcel import REPLY, STAGE, Parcel
+from fedharmony.site.measure import MEASURED, Question
+from fedharmony.site.parcel import MEASURE, REPLY, STAGE, Parcel
 from fedharmony.site.records import Packer, record_of
 from fedharmony.types import Failure, Record, Reply
 
@@ -30,6 +31,8 @@ class Sites:
         roster: who the sites are, and where.
         limit_s: seconds that an exchange may take.
         heard: the last round in which a site's training arrived; a site forgets later ones.
+        riding: a model to be measured, which goes with the next message that trains.
+        measured: what sites answered to that, by client id.
     """
 
     post: Post
@@ -37,6 +40,8 @@ class Sites:
     roster: Roster
     limit_s: float
     heard: dict[int, int] = field(default_factory=dict)
+    riding: Question | None = None
+    measured: dict[int, Parcel | str] = field(default_factory=dict)
     _owing: dict[int, tuple[str, float]] = field(default_factory=dict)
 
     @property
@@ -82,7 +87,23 @@ class Sites:
             "heard": self.heard.get(client, -1),
             "scalars": dict(message.scalars),
         }
-        return Parcel(STAGE, words, packer.parts(message))
+        parts = packer.parts(message)
+        if stage.train and self.riding is not None:
+            self.riding.put(words, parts, message, packer)
+        return Parcel(STAGE, words, parts)
+
+    def measure(self, question: Question) -> dict[int, Parcel | str]:
+        """Ask all sites that are online for a measurement, in an exchange of its own."""
+        online, packer, client_at = self.post.nodes(), Packer(), dict[int, int]()
+        parcels = {}
+        for client, name in self.roster.names.items():
+            if (node := self.roster.nodes.get(name, 0)) in online and client not in self._owing:
+                words: dict[str, Any] = {"run": {**self.run, "client": client}}
+                parts: dict[str, bytes] = {}
+                question.put(words, parts, Record(), packer)
+                parcels[node], client_at[node] = Parcel(MEASURE, words, parts), client
+        answers = collect(self.post, parcels, self.limit_s)
+        return {client_at[node]: answer for node, answer in answers}
 
     def _pull(self, waiting: dict[int, str], answers: dict[int, Parcel | str]) -> None:
         """Take the answers that have come."""
@@ -122,11 +143,14 @@ class Sites:
             return failure(answer)
         if answer.kind != REPLY:
             return failure(answer.reason)
+        if isinstance(told := answer.words.get(MEASURED), dict):
+            self.measured[client] = Parcel(REPLY, told, answer.parts)
         examples, scalars = answer.words.get("examples"), answer.words.get("scalars")
         if not isinstance(examples, int) or not isinstance(scalars, dict) or not _numbers(scalars):
             return failure("its answer is not of the form that was asked for")
         try:
-            record = record_of(answer.parts, scalars)
+            own = {name: part for name, part in answer.parts.items() if name != MEASURED}
+            record = record_of(own, scalars)
         except TransportError as error:
             return failure(str(error))
         if stage.train:
