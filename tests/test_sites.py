@@ -11,7 +11,7 @@ import pytest
 import torch
 
 from fedharmony.engine.checkpoint import digest, from_bytes, to_bytes
-from fedharmony.errors import ClientLimitError, ConfigError, DataError
+from fedharmony.errors import CheckpointError, ClientLimitError, ConfigError, DataError
 from fedharmony.experiments import run
 from fedharmony.experiments.folder import RunFolder
 from fedharmony.experiments.settings import load_settings
@@ -117,6 +117,20 @@ def test_a_site_forgets_what_the_server_never_heard(home: Any, tmp_path: Path) -
     assert results[0]["clients_lost"] == 1
 
 
+def test_a_second_server_on_the_folder_is_refused(home: Any, tmp_path: Path) -> None:
+    settings, folder = settings_of(home), RunFolder(tmp_path / "run")
+    post, said = Memory(workers(home[0] / "data")), []
+
+    def observe(event: dict[str, Any]) -> None:
+        if event["event"] == "round":
+            with pytest.raises(CheckpointError, match="is being written by process") as caught:
+                server.resume(folder, nobody, Memory({}), TERMS)
+            said.append(caught)
+
+    server.start(settings, folder, observe, post, TERMS)
+    assert len(said) == 3
+
+
 # -- failures are named ---------------------------------------------------------------------------
 
 
@@ -132,6 +146,12 @@ def unknown_numbers(found: Parcel) -> Parcel:
     return Parcel(found.kind, found.words, {key: to_bytes(Record({key: spoilt})), **dict(rest)})
 
 
+def other_shape(found: Parcel) -> Parcel:
+    (key, data), *rest = found.parts.items()
+    longer = {n: torch.cat([t, t]) for n, t in from_bytes(data).groups[key].items()}
+    return Parcel(found.kind, found.words, {key: to_bytes(Record({key: longer})), **dict(rest)})
+
+
 @pytest.mark.parametrize(
     ("answer", "reason"),
     [
@@ -141,6 +161,7 @@ def unknown_numbers(found: Parcel) -> Parcel:
         (lambda found: Parcel("reply", {"examples": "many"}), "not of the form"),
         (broken, "is damaged"),
         (unknown_numbers, "not finite"),
+        (other_shape, "has shape"),
     ],
 )
 def test_a_site_that_fails_is_named_and_left_out(
@@ -347,6 +368,7 @@ def refused(home: Any, tmp_path: Path, post: Memory, *changes: str) -> str:
         ({"policy": "statistics = []"}, "sends the statistic 'correlation'"),
         ({"policy": 'statistics = "all"\nfewest_images = 13'}, "has 12 training images"),
         ({"site": 'name = "ada"\nclasses = ["cat", "tree", "dog"]'}, "order is another one"),
+        ({"site": 'name = "ada"\nclasses = ["cat", "dog", "tree", "bird"]'}, "['bird'] which the"),
         ({"data": 'name = "table"\npath = "."\nimage_size = 8'}, "images of shape [3, 16, 16]"),
         ({"site": 'name = "eve"\nclasses = ["cat", "dog", "tree"]'}, "calls itself 'eve'"),
     ],
