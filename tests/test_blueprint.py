@@ -192,7 +192,7 @@ def test_a_killed_evaluation_costs_no_training(
         return evaluate(*arguments, **options)
 
     with monkeypatch.context() as patch:
-        patch.setattr(run, "evaluate", killed)
+        patch.setattr("fedharmony.experiments.evaluate.evaluate", killed)
         with pytest.raises(KeyboardInterrupt):
             run.start(settings, cut, lambda event: None)
     seen: list[Any] = []

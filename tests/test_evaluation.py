@@ -93,7 +93,7 @@ def test_results_are_of_training_prevalence_and_known_labels(tmp_path: Path) -> 
     assert expected.o_map != pytest.approx(of_test.o_map, abs=1e-4)
     positives = (test.labels * test.known).sum(axis=0)
     assert [row["positives"] for row in results["per_label"]] == positives.tolist()
-    shown = matrices(assembly, state, evaluate(assembly, state).structure)
+    shown = matrices(assembly, state, evaluate(assembly, state))
     defined = label_correlation(test.labels, known=test.known)[1]
     assert shown["true_defined"].bool().tolist() == defined.tolist()
 
@@ -162,7 +162,7 @@ def test_a_run_evaluates_users_at_the_end(tmp_path: Path, monkeypatch: pytest.Mo
         asked.append(by_user)
         return evaluate(assembly, state, by_user)
 
-    monkeypatch.setattr(runs, "evaluate", listen)
+    monkeypatch.setattr("fedharmony.experiments.evaluate.evaluate", listen)
     settings = load_settings("demo", [*SMALL, "run.rounds=2"])
     results = runs.start(settings, RunFolder(tmp_path / "run"), lambda event: None)
     assert asked == [False, True]

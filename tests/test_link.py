@@ -4,7 +4,9 @@ from __future__ import annotations
 
 import json
 import os
+import signal
 import sys
+import time
 from pathlib import Path
 from typing import Any
 
@@ -26,11 +28,11 @@ def test_what_is_started_is_ended(tmp_path: Path) -> None:
     link = Link(tmp_path)
     code = "print('hello', flush=True); import time; time.sleep(60)"
     pid = link._start("sleeper", [sys.executable, "-c", code])
-    link = written(tmp_path, pid, links._began(pid))
+    link = written(tmp_path, pid, links.began(pid))
     assert (link.pid, link.address) == (pid, "127.0.0.1:1")
     assert os.getsid(pid) == pid
     assert link.down()
-    assert links._began(pid) is None
+    assert links.began(pid) is None
     assert not link.down()
 
 
@@ -43,11 +45,11 @@ def test_another_process_of_the_same_number_is_left_alone(tmp_path: Path) -> Non
 def test_a_gate_without_its_superlink_is_ended(tmp_path: Path) -> None:
     link = Link(tmp_path)
     gate = link._start("gate", [sys.executable, "-c", "import time; time.sleep(60)"])
-    about = {"processes": [[1, "gone"], [gate, links._began(gate)]], "address": "127.0.0.1:1"}
+    about = {"processes": [[1, "gone"], [gate, links.began(gate)]], "address": "127.0.0.1:1"}
     (tmp_path / "link.json").write_text(json.dumps(about))
     assert link.pid is None
     assert link.down()
-    assert links._began(gate) is None
+    assert links.began(gate) is None
 
 
 def test_without_a_superlink(tmp_path: Path) -> None:
@@ -61,6 +63,32 @@ def test_flower_is_told_to_send_nothing_home(tmp_path: Path) -> None:
     found = Link(tmp_path).environment
     assert (found["FLWR_TELEMETRY_ENABLED"], found["FLWR_DISABLE_UPDATE_CHECK"]) == ("0", "1")
     assert found["FLWR_HOME"] == str(tmp_path / "flwr")
+
+
+def test_what_a_killed_superlink_started_is_ended_too(tmp_path: Path) -> None:
+    """A child in a session of its own outlives its parent, and is still known."""
+    child = "import time; time.sleep(60)"
+    code = (
+        "import subprocess, sys, time;"
+        f"subprocess.Popen([sys.executable, '-c', {child!r}], start_new_session=True);"
+        "time.sleep(60)"
+    )
+    parent = Link(tmp_path)._start("superlink", [sys.executable, "-c", code])
+    while not (found := links._children(parent)):
+        time.sleep(0.01)
+    family = [[pid, links.began(pid)] for pid in (parent, *found)]
+    os.kill(parent, signal.SIGKILL)
+    os.waitpid(parent, 0)
+    (tmp_path / "link.json").write_text(json.dumps({"processes": family, "address": ":1"}))
+    assert Link(tmp_path).pid is None
+    assert Link(tmp_path).down()
+    assert links.began(found[0]) is None
+
+
+def test_a_superlink_that_has_ended_ends_the_watch(tmp_path: Path) -> None:
+    run = Ordered(Link(tmp_path), "7", RunFolder(tmp_path), tmp_path / "outcome.json")
+    with pytest.raises(TransportError, match=r"has ended.*flower up.*flower resume"):
+        run.follow(print)
 
 
 def ordered(folder: Path, **outcome: Any) -> Ordered:
@@ -102,8 +130,20 @@ def test_a_server_that_ended_without_a_word_is_found_out(
 ) -> None:
     monkeypatch.setattr(links, "ASK_S", 0.0)
     monkeypatch.setattr(links, "LOOK_S", 0.0)
+    written(tmp_path, os.getpid(), links.began(os.getpid()))
     answers = iter([{"runs": [{"status": "running"}]}, {"runs": [{"status": "finished:failed"}]}])
     monkeypatch.setattr(Link, "flwr", lambda *words: next(answers))
     run = Ordered(Link(tmp_path), "7", RunFolder(tmp_path), tmp_path / "outcome.json")
     with pytest.raises(CheckpointError, match=r"ended without a word \(finished:failed\)"):
+        run.follow(print)
+
+
+def test_a_server_that_was_killed_is_found_out_at_once(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Flower is not even asked: the process that the server named is gone."""
+    monkeypatch.setattr(Link, "flwr", lambda *words: pytest.fail("a process for nothing"))
+    run = Ordered(Link(tmp_path), "7", RunFolder(tmp_path), tmp_path / "outcome.json")
+    (tmp_path / "server.json").write_text(json.dumps({"pid": os.getpid(), "began": "0"}))
+    with pytest.raises(CheckpointError, match=r"ended without a word \(it was killed\)"):
         run.follow(print)

@@ -2,12 +2,15 @@
 
 from __future__ import annotations
 
+import os
 import pickle
 import socket
 import stat
 import subprocess
 import sys
+import tempfile
 import threading
+import time
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
@@ -18,7 +21,7 @@ import torch
 from hypothesis import given
 from hypothesis import strategies as st
 
-from fedharmony.data.base import DataSet, LabelledImages, TensorImages
+from fedharmony.data.base import DataSet, LabelledImages, Source, TensorImages
 from fedharmony.errors import (
     CheckpointError,
     ConfigError,
@@ -244,6 +247,60 @@ def test_a_socket_that_a_dead_worker_left_is_replaced(site: Path) -> None:
         assert place.is_socket()
 
 
+def test_a_worker_that_dies_while_it_is_asked_is_told(tmp_path: Path) -> None:
+    place = tmp_path / "worker.sock"
+    with site_worker.listening(place) as listener:
+
+        def die() -> None:
+            stream, _ = listener.accept()
+            receive(stream)
+            stream.close()
+
+        thread = threading.Thread(target=die)
+        thread.start()
+        with pytest.raises(TransportError, match="ended while it was asked"):
+            ask(place, Parcel("status"), 10)
+        thread.join()
+
+
+@pytest.mark.skipif(os.geteuid() != 0, reason="only root can become another user")
+def test_another_user_of_the_group_may_ask_the_worker_and_read_nothing(tmp_path: Path) -> None:
+    """The SuperNode's user: it may write to the socket, and read neither data, memory nor cache."""
+    with tempfile.TemporaryDirectory(dir="/tmp") as name:
+        folder = Path(name)
+        folder.chmod(0o755)
+        draw_site(folder, "ada", 6)
+        site = site_file(folder, "ada")
+        (folder / "ada" / "labels.csv").chmod(0o600)
+        (folder / "ada" / "0.png").chmod(0o600)
+        found = {"FEDHARMONY_CACHE": str(folder / "cache")}
+        paths = {"PYTHONPATH": os.pathsep.join(filter(None, sys.path))}
+        serve = [sys.executable, "-m", "fedharmony", "site", "serve", str(site)]
+        worker = subprocess.Popen(serve, env={**os.environ, **found, **paths}, umask=0o022)
+        try:
+            while not (folder / "ada" / "worker.sock").exists():
+                assert worker.poll() is None
+                time.sleep(0.05)
+            look = (
+                "test -w ada/worker.sock && echo socket; "
+                "cat ada/labels.csv ada/0.png; ls ada/memory; ls cache; find cache ada/memory"
+            )
+            seen = subprocess.run(
+                ["/bin/sh", "-c", look],
+                cwd=folder,
+                user=65534,
+                group=os.getegid(),
+                extra_groups=[],
+                capture_output=True,
+                text=True,
+            )
+        finally:
+            worker.terminate()
+            worker.wait()
+    assert seen.stdout.splitlines() == ["socket", "cache", "ada/memory"]  # their names alone
+    assert seen.stderr.count("ermission denied") == 6
+
+
 # -- keys, units, commands ------------------------------------------------------------------------
 
 
@@ -272,6 +329,7 @@ def test_units_keep_two_users_apart(site: Path) -> None:
     worker, relay = text.split("fedharmony-relay.service")
     assert "User=owner" in worker
     assert "PrivateNetwork=yes" in worker
+    assert "UMask=0077" in worker
     assert "User=relay" in relay
     assert f'socket="{site.parent / "worker.sock"}"' in relay
     assert str(site) not in relay  # nor anything else of the data
@@ -310,6 +368,10 @@ def test_plug_ins_do_not_travel() -> None:
 
 def test_feature_vectors_are_refused() -> None:
     rows = LabelledImages(TensorImages(torch.zeros(1, 4)), np.ones((1, 1), np.uint8))
-    data = DataSet("own", ("a",), rows, rows)
+
+    class Vectors(Source):
+        def load(self) -> DataSet:
+            return DataSet("own", ("a",), rows, rows)
+
     with pytest.raises(ConfigError, match="needs images"):
-        _test_only(data)
+        _test_only(Vectors())

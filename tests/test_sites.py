@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from contextlib import suppress
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
@@ -10,12 +11,13 @@ import pytest
 import torch
 
 from fedharmony.engine.checkpoint import digest, from_bytes, to_bytes
-from fedharmony.errors import ClientLimitError
+from fedharmony.errors import CheckpointError, ClientLimitError, ConfigError, DataError
 from fedharmony.experiments import run
 from fedharmony.experiments.folder import RunFolder
 from fedharmony.experiments.settings import load_settings
-from fedharmony.flower import server, transport
-from fedharmony.flower.server import Terms
+from fedharmony.flower import post as posts
+from fedharmony.flower import server
+from fedharmony.flower.roster import Terms
 from fedharmony.methods.base import methods
 from fedharmony.site.parcel import Parcel
 from fedharmony.site.policy import accepted, offered
@@ -33,8 +35,8 @@ def home(tmp_path_factory: pytest.TempPathFactory) -> Any:
     with pytest.MonkeyPatch.context() as patch:
         folder = tmp_path_factory.mktemp("sites")
         patch.setenv("FEDHARMONY_CACHE", str(folder / "cache"))
-        patch.setattr(transport, "POLL_S", 0.0)
-        patch.setattr(transport, "AGAIN_S", 0.0)
+        patch.setattr(posts, "POLL_S", 0.0)
+        patch.setattr(posts, "AGAIN_S", 0.0)
         threads = torch.get_num_threads()
         yield folder, draw_sites(folder / "data")
         torch.set_num_threads(threads)
@@ -115,6 +117,20 @@ def test_a_site_forgets_what_the_server_never_heard(home: Any, tmp_path: Path) -
     assert results[0]["clients_lost"] == 1
 
 
+def test_a_second_server_on_the_folder_is_refused(home: Any, tmp_path: Path) -> None:
+    settings, folder = settings_of(home), RunFolder(tmp_path / "run")
+    post, said = Memory(workers(home[0] / "data")), []
+
+    def observe(event: dict[str, Any]) -> None:
+        if event["event"] == "round":
+            with pytest.raises(CheckpointError, match="is being written by process") as caught:
+                server.resume(folder, nobody, Memory({}), TERMS)
+            said.append(caught)
+
+    server.start(settings, folder, observe, post, TERMS)
+    assert len(said) == 3
+
+
 # -- failures are named ---------------------------------------------------------------------------
 
 
@@ -130,6 +146,12 @@ def unknown_numbers(found: Parcel) -> Parcel:
     return Parcel(found.kind, found.words, {key: to_bytes(Record({key: spoilt})), **dict(rest)})
 
 
+def other_shape(found: Parcel) -> Parcel:
+    (key, data), *rest = found.parts.items()
+    longer = {n: torch.cat([t, t]) for n, t in from_bytes(data).groups[key].items()}
+    return Parcel(found.kind, found.words, {key: to_bytes(Record({key: longer})), **dict(rest)})
+
+
 @pytest.mark.parametrize(
     ("answer", "reason"),
     [
@@ -139,6 +161,7 @@ def unknown_numbers(found: Parcel) -> Parcel:
         (lambda found: Parcel("reply", {"examples": "many"}), "not of the form"),
         (broken, "is damaged"),
         (unknown_numbers, "not finite"),
+        (other_shape, "has shape"),
     ],
 )
 def test_a_site_that_fails_is_named_and_left_out(
@@ -170,21 +193,6 @@ def test_a_silent_site_is_given_up_and_not_asked_while_it_owes(home: Any, tmp_pa
     assert reasons[1] == "site ada: it still works on an earlier message"
 
 
-def test_a_site_that_is_away_comes_back_as_another_node(home: Any, tmp_path: Path) -> None:
-    post, folder = Memory(workers(home[0] / "data"), registered=False), RunFolder(tmp_path / "run")
-
-    def observe(event: dict[str, Any]) -> None:
-        if event["event"] == "evaluate" and event["round"] == 0:
-            post.offline.add(1000)
-        if event["event"] == "evaluate" and event["round"] == 1:
-            post.sites[2000] = post.sites[1000]
-
-    server.start(settings_of(home, "federation.cohort=3"), folder, observe, post, TERMS)
-    rounds = [e for e in folder.read_events() if e["event"] == "round"]
-    assert [e["reported"] for e in rounds] == [[0, 1, 2], [1, 2], [0, 1, 2]]
-    assert rounds[1]["failures"][0]["reason"] == "site ada: it is not online"
-
-
 def test_a_model_is_packed_once_for_all_sites(home: Any, tmp_path: Path) -> None:
     post = Memory(workers(home[0] / "data"))
     settings = settings_of(home, "federation.cohort=3", "run.method=fedharmony")
@@ -212,9 +220,134 @@ def test_too_few_sites_are_an_error_that_says_why(home: Any, tmp_path: Path) -> 
     post = Memory(workers(home[0] / "data"))
     post.offline = {1000}
     post.instead[1001] = lambda question: "Flower says: gone (5)"
-    terms = Terms(sites=3, wait_s=0.0)
-    with pytest.raises(ClientLimitError, match=r"1 of the 3 .* \(cy\): site ben: Flower says"):
+    terms = Terms(sites=3, wait_s=0.0, registered=("ada", "ben", "cy"))
+    why = r"1 of the 3 .* \(cy\): site ben: Flower says: gone \(5\); not online: ada\."
+    with pytest.raises(ClientLimitError, match=why):
         server.start(settings_of(home), RunFolder(tmp_path / "run"), nobody, post, terms)
+
+
+# -- who takes part -------------------------------------------------------------------------------
+
+
+def over_rounds(**changes: Any) -> Any:
+    """Observes a run, and calls ``after_N`` when round N is over."""
+
+    def observe(event: dict[str, Any]) -> None:
+        if event["event"] == "evaluate" and (change := changes.get(f"after_{event['round']}")):
+            change()
+
+    return observe
+
+
+def stop() -> None:
+    raise KeyboardInterrupt
+
+
+def rounds_of(folder: RunFolder) -> list[dict[str, Any]]:
+    return [event for event in folder.read_events() if event["event"] == "round"]
+
+
+def roster(folder: RunFolder) -> dict[str, tuple[int, int]]:
+    """Client id and first round of each site, as the folder has them."""
+    sites = (folder.read_json("roster.json") or {})["sites"]
+    return {name: (site["client"], site["joined"]) for name, site in sites.items()}
+
+
+@pytest.mark.parametrize("node", [1000, 2000])
+def test_a_site_that_is_away_is_no_failure_and_comes_back(
+    home: Any, tmp_path: Path, node: int
+) -> None:
+    """As the same node at once; as another node it is asked first, and drawn a round later."""
+    post, folder = Memory(workers(home[0] / "data"), registered=False), RunFolder(tmp_path / "run")
+
+    def away() -> None:
+        post.offline.add(1000)
+
+    def back() -> None:
+        post.sites[node] = post.sites[1000]
+        post.offline -= {node}
+
+    observe = over_rounds(after_0=away, after_1=back)
+    settings = settings_of(home, "federation.cohort=3", "run.rounds=4")
+    server.start(settings, folder, observe, post, TERMS)
+    later = [[0, 1, 2], [0, 1, 2]] if node == 1000 else [[1, 2], [0, 1, 2]]
+    assert [e["reported"] for e in rounds_of(folder)] == [[0, 1, 2], [1, 2], *later]
+    assert [e["failures"] for e in rounds_of(folder)] == [[]] * 4
+
+
+def test_a_late_site_joins_with_the_next_number(home: Any, tmp_path: Path) -> None:
+    """Ada comes after the first round: asked in the second, drawn from the third on.
+
+    The first sites are numbered by their names; ada, first of all by name, is the last by number.
+    """
+    sites, folder = workers(home[0] / "data"), RunFolder(tmp_path / "run")
+    post = Memory(sites)
+    post.offline = {1000}
+
+    settings = settings_of(
+        home, "run.method=spherefed", "federation.cohort=", "federation.participation=1.0"
+    )
+    terms = replace(TERMS, sites=2)
+    observe = over_rounds(after_0=post.offline.clear, after_1=stop)
+    with pytest.raises(KeyboardInterrupt):
+        server.start(settings, folder, observe, post, terms)
+    assert roster(folder) == {"ben": (0, 0), "cy": (1, 0)}
+    found = server.resume(folder, nobody, post, terms)
+    assert [e["reported"] for e in rounds_of(folder)] == [[0, 1], [0, 1], [0, 1, 2]]
+    assert roster(folder) == {"ben": (0, 0), "cy": (1, 0), "ada": (2, 2)}
+    assert found["clients_lost"] == 0
+    # A stage for everyone reaches it, too.
+    assert {n for n, p in post.log if p.words.get("stage") == "calibrate"} == {1000, 1001, 1002}
+
+
+def test_a_late_site_goes_on_after_the_server_was_killed(home: Any, tmp_path: Path) -> None:
+    """The bits of a run that was not cut short, though the roster grew in between."""
+    settings = settings_of(home, "federation.cohort=", "run.rounds=4", "run.method=fedcurv")
+    terms, results = replace(TERMS, sites=2), []
+
+    for killed in (False, True):
+        post, folder = Memory(workers(home[0] / "data")), RunFolder(tmp_path / str(killed))
+        post.offline = {1000}
+        changes = {"after_0": post.offline.clear} | ({"after_2": stop} if killed else {})
+        with suppress(KeyboardInterrupt):
+            results.append(server.start(settings, folder, over_rounds(**changes), post, terms))
+        if killed:
+            again = Memory(workers(home[0] / "data"), seed=3)
+            results.append(server.resume(folder, nobody, again, terms))
+        assert roster(folder)["ada"] == (2, 2)
+    assert results[0]["state_sha256"] == results[1]["state_sha256"]
+
+
+def test_how_models_are_averaged_is_no_business_of_a_site(home: Any) -> None:
+    """Multi-Krum needs three clients a round; at a site there is one."""
+    worker = workers(home[0] / "data")["ben"]
+    tree = offered(settings_of(home, "federation.robust=multi_krum", "federation.robust_bad=0.0"))
+    words = about(home, settings=tree, id="2" * 32)
+    assert worker.answer(Parcel("enrol", {"run": words})).kind == "reply"
+
+
+def test_a_late_site_that_does_not_fit_is_left_out(home: Any, tmp_path: Path) -> None:
+    """At ada dog is not annotated; the run began without unknown labels."""
+    sites, folder = workers(home[0] / "data"), RunFolder(tmp_path / "run")
+    lines = 'name = "ada"\nclasses = ["cat", "dog", "tree"]\nannotated = ["cat", "tree"]'
+    sites["ada"] = Worker(load_site(site_file(home[0] / "data", "ada", site=lines)))
+    post = Memory(sites)
+    post.offline = {1000}
+    observe = over_rounds(after_0=post.offline.clear)
+    server.start(settings_of(home), folder, observe, post, replace(TERMS, sites=2))
+    assert set(roster(folder)) == {"ben", "cy"}
+
+
+def test_a_round_waits_for_the_least_number_of_sites(home: Any, tmp_path: Path) -> None:
+    post, folder = Memory(workers(home[0] / "data")), RunFolder(tmp_path / "run")
+    observe = over_rounds(after_0=lambda: post.offline.update((1000, 1002)))
+    terms = replace(TERMS, least=2, wait_s=0.2)
+    with pytest.raises(ClientLimitError, match=r"1 of the 2 .* away: ada, cy.* after 1 rounds is"):
+        server.start(settings_of(home), folder, observe, post, terms)
+    post.offline = {1002}
+    results = server.resume(folder, nobody, post, terms)
+    assert results["status"] == "completed"
+    assert [e["reported"] for e in rounds_of(folder)][1:] == [[0, 1], [0, 1]]
 
 
 # -- refused before round 0 -----------------------------------------------------------------------
@@ -235,6 +368,7 @@ def refused(home: Any, tmp_path: Path, post: Memory, *changes: str) -> str:
         ({"policy": "statistics = []"}, "sends the statistic 'correlation'"),
         ({"policy": 'statistics = "all"\nfewest_images = 13'}, "has 12 training images"),
         ({"site": 'name = "ada"\nclasses = ["cat", "tree", "dog"]'}, "order is another one"),
+        ({"site": 'name = "ada"\nclasses = ["cat", "dog", "tree", "bird"]'}, "['bird'] which the"),
         ({"data": 'name = "table"\npath = "."\nimage_size = 8'}, "images of shape [3, 16, 16]"),
         ({"site": 'name = "eve"\nclasses = ["cat", "dog", "tree"]'}, "calls itself 'eve'"),
     ],
@@ -307,7 +441,7 @@ def test_files_are_found_by_the_name_that_the_site_gives_them(home: Any, tmp_pat
 
 def test_nonsense_is_refused_and_the_worker_lives(home: Any) -> None:
     worker = workers(home[0] / "data")["ben"]
-    run_words = about(home, id="1" * 32, clients=3, client=1, unknown=False)
+    run_words = about(home, id="1" * 32, client=1, unknown=False)
     run_words["frozen"] = digest(Record({"frozen": {}}))
     asked = {"run": run_words, "stage": "update", "round": 0, "heard": -1, "scalars": {}}
     assert "not enrolled" in worker.answer(Parcel("stage", asked)).reason
@@ -317,7 +451,7 @@ def test_nonsense_is_refused_and_the_worker_lives(home: Any) -> None:
         ({"round": 99}, "no round 100"),
         ({"round": "first"}, "no whole number"),
         ({"run": 3}, "says nothing of 'run'"),
-        ({"run": {**run_words, "client": 7}}, "no client 7 among 3"),
+        ({"run": {**run_words, "client": -1}}, "no client -1"),
         ({"run": {**run_words, "frozen": "other"}}, "frozen part"),
         ({"run": {**run_words, "id": "../../etc"}}, "does not name a run"),
     ):
@@ -326,3 +460,101 @@ def test_nonsense_is_refused_and_the_worker_lives(home: Any) -> None:
     assert worker.answer(Parcel("stage", asked)).kind == "failed"  # no model in the message
     assert worker.answer(Parcel("status")).words["images"] == 18
     assert "not asked for" in worker.answer(Parcel("reply")).reason
+
+
+# -- evaluation at sites --------------------------------------------------------------------------
+
+AT_SITES = ("data.name=sites", "data.path=", "data.table=", "federation.cohort=3")
+
+
+def measured_at_sites(home: Any, folder: Path, detail: str, *changes: str) -> tuple[Any, Any, Any]:
+    """A run without test images at the server, beside the same run with all of them."""
+    policy = f'statistics = "all"\nevaluation = "{detail}"'
+    post = Memory(workers(home[0] / "data", policy=policy))
+    settings = settings_of(home, *AT_SITES, *changes)
+    found = server.start(settings, RunFolder(folder / "sites"), nobody, post, TERMS)
+    settings = settings_of(home, "federation.cohort=3", *changes)
+    expected = run.start(settings, RunFolder(folder / "here"), nobody)
+    return found, expected, post
+
+
+def curve(folder: Path) -> dict[int, float]:
+    events = RunFolder(folder).read_events()
+    return {e["round"]: e["metrics"]["mAP"] for e in events if e["event"] == "evaluate"}
+
+
+@pytest.mark.parametrize("method", ["fedharmony", "spherefed", "fedrdn"])
+def test_models_measured_at_sites_have_the_metrics_of_the_pooled_test_set(
+    home: Any, tmp_path: Path, method: str
+) -> None:
+    """With sorted scores: the eight numbers, structure, every site's row, every round's curve.
+
+    SphereFed fits its frozen classifier after the last round, and FedRDN normalises by statistics
+    of all sites: both reach the sites with the model.
+    """
+    found, expected, post = measured_at_sites(home, tmp_path, "scores", f"run.method={method}")
+    assert found["state_sha256"] == expected["state_sha256"]
+    assert found["metrics"] == pytest.approx(expected["metrics"], abs=1e-6)
+    assert found["structure"] == pytest.approx(expected["structure"], abs=1e-5, nan_ok=True)
+    assert found["baselines"]["all positive"] == expected["baselines"]["all positive"]
+    assert [row["positives"] for row in found["per_label"]] == [
+        row["positives"] for row in expected["per_label"]
+    ]
+    rows = {row["user"]: row for row in found["per_user"]["each"]}
+    assert {name: row["images"] for name, row in rows.items()} == {"ada": 4, "ben": 4, "cy": 4}
+    for row in expected["per_user"]["each"]:
+        assert rows[row["user"]]["O-mAP"] == pytest.approx(row["O-mAP"], abs=1e-6)
+    assert curve(tmp_path / "sites") == pytest.approx(curve(tmp_path / "here"), abs=1e-6)
+    assert (found["measured_at"], found["test_images"]) == (["ada", "ben", "cy"], 12)
+    # No exchange more in a round, and the model travels once; one exchange after the last.
+    trained = [p for _, p in post.log if p.kind == "stage" and p.words["stage"] == "update"]
+    assert [p.words["measured"]["same"][0] for p in trained if "measured" in p.words] == [
+        "params"
+    ] * 6
+    assert [p.kind for _, p in post.log].count("measure") == 3
+
+
+def test_counts_of_scores_say_how_far_average_precision_may_be_off(
+    home: Any, tmp_path: Path
+) -> None:
+    found, expected, _ = measured_at_sites(home, tmp_path, "histograms")
+    for name in ("CP", "CR", "CF1", "OP", "OR", "OF1"):
+        assert found["metrics"][name] == pytest.approx(expected["metrics"][name], abs=1e-9)
+    low, high = found["mAP_between"]
+    assert low <= expected["metrics"]["mAP"] <= high
+    assert high - low < 0.1
+    assert not (tmp_path / "sites" / "scores.safetensors").exists()
+
+
+def test_sites_that_measure_nothing_are_left_out(home: Any, tmp_path: Path) -> None:
+    """Ada's policy forbids it, ben answers nonsense; the curve goes on with cy alone."""
+    sites = workers(home[0] / "data")
+    policy = 'statistics = "all"\nevaluation = "none"'
+    sites["ada"] = Worker(load_site(site_file(home[0] / "data", "ada", policy=policy)))
+    post, folder = Memory(sites), RunFolder(tmp_path / "run")
+    ben = post.sites[1001][1]
+
+    def nonsense(question: Parcel) -> Parcel:
+        found = ben.answer(question)
+        parts = {name: part for name, part in found.parts.items() if name != "measured"}
+        return Parcel(found.kind, found.words, parts)
+
+    post.instead[1001] = nonsense
+    results = server.start(settings_of(home, *AT_SITES), folder, nobody, post, TERMS)
+    assert results["measured_at"] == ["cy"]
+    assert results["clients_lost"] == 0
+    assert len(curve(folder.path)) == 3
+    post.offline = {1002}
+    out = RunFolder(tmp_path / "none")
+    two = settings_of(home, *AT_SITES, "federation.cohort=2")
+    with pytest.raises(ClientLimitError, match=r"No site measured .*: this site tells nothing"):
+        server.start(two, out, nobody, post, replace(TERMS, sites=2))
+
+
+def test_what_sites_cannot_measure_is_refused_before_round_0(home: Any, tmp_path: Path) -> None:
+    post, folder = Memory({}), RunFolder(tmp_path / "run")
+    for change, reason in (("metrics.topk=3", "whole images"), ("data.classes=[]", "data.classes")):
+        with pytest.raises(ConfigError, match=reason):
+            server.start(settings_of(home, *AT_SITES, change), folder, nobody, post, TERMS)
+    with pytest.raises(DataError, match="flower run"):
+        run.start(settings_of(home, *AT_SITES), folder, nobody)

@@ -26,7 +26,11 @@ flower_app = typer.Typer(
 Home = Annotated[
     Path, typer.Option("--home", callback=usable, help="Folder of the federation's SuperLink.")
 ]
-Sites = Annotated[int, typer.Option(min=1, help="How many sites to wait for.")]
+Sites = Annotated[int, typer.Option(min=1, help="How many sites to wait for before round 1.")]
+Least = Annotated[
+    int | None,
+    typer.Option(min=1, help="Fewest sites online when a round begins; 2 if there are as many."),
+]
 Wait = Annotated[float, typer.Option("--wait", min=0, help="Seconds to wait for them.")]
 Limit = Annotated[
     float, typer.Option("--limit", min=1, help="Seconds a site has to answer in an exchange.")
@@ -119,6 +123,7 @@ def run(
         Path, typer.Option("--out", "-o", callback=usable, help="Folder for what the run writes.")
     ],
     sites: Sites,
+    least: Least = None,
     wait: Wait = 600.0,
     limit: Limit = 3600.0,
     home: Home = HOME,
@@ -136,7 +141,7 @@ def run(
     offered(settings)
     RunFolder(out).refuse_if_taken(settings)
     link = _link(home)
-    _follow(lambda: link.order(settings.tree(), out, sites, wait, limit), out, quiet)
+    _follow(lambda: link.order(settings.tree(), out, sites, wait, limit, least), out, quiet)
 
 
 @flower_app.command()
@@ -144,7 +149,7 @@ def resume(
     folder: Annotated[
         Path, typer.Argument(metavar="RUN", callback=usable, help="The folder of the run.")
     ],
-    sites: Sites,
+    least: Annotated[int, typer.Option(min=1, help="Fewest sites online when a round begins.")] = 2,
     wait: Wait = 600.0,
     limit: Limit = 3600.0,
     home: Home = HOME,
@@ -155,7 +160,7 @@ def resume(
 
     RunFolder(folder).open()
     link = _link(home)
-    _follow(lambda: link.order(None, folder, sites, wait, limit), folder, quiet)
+    _follow(lambda: link.order(None, folder, least, wait, limit, least), folder, quiet)
 
 
 def _follow(order: Callable[[], Ordered], folder: Path, quiet: bool) -> None:

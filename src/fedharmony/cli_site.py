@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import os
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated
 
@@ -82,8 +83,9 @@ def check(file: File) -> None:
     )
     screen.print(
         f"Site {settings.site.name}: {len(data.train):,} training images of shape "
-        f"{data.train.images.shape}; {len(data.test):,} test images are not used.\n"
-        f"Methods allowed: {methods}. Statistics that may leave: {statistics}.",
+        f"{data.train.images.shape}; {len(data.test):,} test images.\n"
+        f"Methods allowed: {methods}. Statistics that may leave: {statistics}. Told of scores on "
+        f"test images: {policy.evaluation}.",
         soft_wrap=True,
     )
 
@@ -101,6 +103,8 @@ def serve(file: File) -> None:
     from fedharmony.site import worker
     from fedharmony.site.settings import load_site
 
+    # Memory and decoded images are the owner's alone; the socket says itself who may use it.
+    os.umask(0o077)
     worker.serve(worker.Worker(load_site(file)))
 
 

@@ -399,6 +399,17 @@ def label_pairs(
     else:
         images = _count_pairs(present, present)
         first = _count_pairs(positive, present)  # positives of c among images where c' is known too
+    return phi(both, first, images)
+
+
+def phi(both: Tensor, first: Tensor, images: Tensor) -> tuple[Tensor, Tensor]:
+    """φ of all pairs of labels from counts (C, C), and which pairs it is defined for.
+
+    Args:
+        both: images with both labels.
+        first: images with the label of the row, among those that know both.
+        images: those that know both.
+    """
     scale = first * (images - first)
     # A square root of the product, not a product of roots: exactly 1 on the diagonal.
     root = (scale * scale.mT).sqrt()

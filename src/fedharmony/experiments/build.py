@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field, replace
 from pathlib import Path
-from typing import Any, Protocol
+from typing import TYPE_CHECKING, Any, Protocol
 
 import numpy as np
 import numpy.typing as npt
@@ -36,6 +36,9 @@ from fedharmony.transport.base import Transport
 from fedharmony.transport.inprocess import InProcess
 from fedharmony.transport.processes import Processes, crew, join
 from fedharmony.types import Index, Labels, Record
+
+if TYPE_CHECKING:
+    from fedharmony.experiments.evaluate import Judge
 
 Observer = Callable[[Event], None]
 
@@ -77,6 +80,10 @@ class Assembly:
     def train_images(self) -> int:
         """The number of training images."""
         return len(self.data.train)
+
+    def judge(self, federation: Federation) -> Judge | None:
+        """What measures global models; none where the test images are here."""
+        return None
 
     def initial_state(self) -> Record:
         """The server's state before round 0, on the device."""

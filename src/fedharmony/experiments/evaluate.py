@@ -2,15 +2,14 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
-from dataclasses import asdict, dataclass, replace
-from typing import Any
+from collections.abc import Iterable, Mapping, Sequence
+from dataclasses import asdict, dataclass, field, replace
+from typing import Any, Protocol
 
 import numpy as np
 import numpy.typing as npt
 import torch
 
-from fedharmony.correlation import label_correlation
 from fedharmony.data.base import LabelledImages
 from fedharmony.engine.checkpoint import digest
 from fedharmony.engine.federation import Event
@@ -29,7 +28,7 @@ from fedharmony.metrics import (
 )
 from fedharmony.metrics import evaluate as metrics_of
 from fedharmony.partition.report import label_shares, paired_labels
-from fedharmony.types import BUFFERS, PARAMS, Index, Record, Tensors
+from fedharmony.types import BUFFERS, PARAMS, Index, Labels, Record, Tensors
 
 Results = dict[str, Any]
 EVAL_BATCH = 256
@@ -39,12 +38,27 @@ MOST_USER_LABELS = 200_000
 
 @dataclass(frozen=True)
 class Evaluation:
-    """The global model on the pooled test set; float32 scores (N, C) and what they are worth."""
+    """The global model on a test set, and what it is worth.
 
-    scores: npt.NDArray[np.float32]
+    Attributes:
+        labels: ``(N, C)`` what is true.
+        known: ``(N, C)`` whether a label is known; none: all are.
+        metrics: the eight.
+        structure: how labels go together.
+        scores: float32 ``(N, C)`` of each test image; none where the images are elsewhere.
+        users: where the test images have owners, or are at sites: the metrics of each.
+        names: of these.
+        how: what is worth knowing of how it was measured.
+    """
+
+    labels: Labels
+    known: npt.NDArray[np.bool_] | None
     metrics: MultiLabelResult
     structure: StructureResult
-    users: ClientsResult | None = None  # where the test images have owners
+    scores: npt.NDArray[np.float32] | None = None
+    users: ClientsResult | None = None
+    names: Sequence[str] = ()
+    how: Mapping[str, Any] = field(default_factory=dict)
 
     def structure_numbers(self) -> dict[str, Any]:
         """The correlation-structure metrics without their matrices."""
@@ -59,7 +73,20 @@ class Evaluation:
             "seconds": seconds,
             "metrics": self.metrics.as_dict(),
             "structure": self.structure_numbers(),
+            **self.how,
         }
+
+
+class Judge(Protocol):
+    """Measures global models, perhaps elsewhere, and perhaps not at once."""
+
+    def __call__(
+        self, round: int, state: Record, due: bool, last: bool
+    ) -> Iterable[tuple[int, Evaluation]]:
+        """After a round: what has been measured since, with the round each model is of.
+
+        The model of this round is to be measured if it is ``due``; the ``last`` one at once.
+        """
 
 
 def score(assembly: Assembly, state: Record, part: LabelledImages) -> ScoreStore:
@@ -78,15 +105,26 @@ def evaluate(assembly: Assembly, state: Record, by_user: bool = False) -> Evalua
     """Evaluate the (averaged) global model on the pooled test set; on request user by user too."""
     test, options = assembly.data.test, assembly.settings.metrics
     every, targets, known = score(assembly, state, test).arrays()
-    scores, metrics, users = every, metrics_of(every, targets, options, known), None
+    scores, metrics = every, metrics_of(every, targets, options, known)
+    users, names = None, list[str]()
     if by_user and (parts := owners(test)) is not None:
         users = evaluate_clients(scores, targets, parts, options, known)
+        names = [str(name) for name in np.unique(np.asarray(test.users)).tolist()]
     paired = paired_labels(test.labels)
     if len(paired) < targets.shape[1]:
         scores, targets = scores[:, paired], targets[:, paired]
         known = None if known is None else known[:, paired]
     structure = structure_metrics(scores, targets, options.threshold, known)
-    return Evaluation(every, metrics, structure, users)
+    return Evaluation(test.labels, test.known, metrics, structure, every, users, names)
+
+
+def judge_here(assembly: Assembly) -> Judge:
+    """Measures models on the test images that are here, at once; the last one user by user too."""
+
+    def judge(round: int, state: Record, due: bool, last: bool) -> Iterable[tuple[int, Evaluation]]:
+        return [(round, evaluate(assembly, state, by_user=last))] if due else []
+
+    return judge
 
 
 def thresholds(assembly: Assembly, state: Record, evaluation: Evaluation) -> Results | None:
@@ -96,7 +134,7 @@ def thresholds(assembly: Assembly, state: Record, evaluation: Evaluation) -> Res
     threshold.
     """
     part = assembly.for_thresholds
-    if part is None:
+    if part is None or evaluation.scores is None:
         return None
     options, test = assembly.settings.metrics, assembly.data.test
     scores, targets, known = score(assembly, state, part).arrays()
@@ -123,31 +161,28 @@ def owners(test: LabelledImages) -> list[Index] | None:
     return np.split(order, np.cumsum(np.bincount(user))[:-1])
 
 
-def per_user(test: LabelledImages, found: ClientsResult) -> Results:
+def per_user(names: Sequence[str], found: ClientsResult) -> Results:
     """The metrics of each test user by itself, and their mean.
 
     Each user's number is O-mAP, which is defined for everybody with a positive label.
     """
-    names = np.unique(np.asarray(test.users)).tolist()
     return {
         "users": len(names),
         "mean": found.mean,
         "each": [
-            {"user": str(name), "images": result.n_images, "O-mAP": result.o_map}
+            {"user": name, "images": result.n_images, "O-mAP": result.o_map}
             for name, result in zip(names, found.per_client, strict=True)
         ],
     }
 
 
-def matrices(assembly: Assembly, state: Record, structure: StructureResult) -> Tensors:
+def matrices(assembly: Assembly, state: Record, evaluation: Evaluation) -> Tensors:
     """Correlation matrices and label shares for the report; of very many labels, of some."""
-    test, classes = assembly.data.test, len(assembly.data.classes)
-    paired = paired_labels(test.labels)
-    known = None if test.known is None else test.known[:, paired]
-    defined = label_correlation(test.labels[:, paired], known=known)[1]
+    structure, classes = evaluation.structure, len(assembly.data.classes)
+    paired = paired_labels(evaluation.labels)
     tensors = {
         "true": torch.from_numpy(structure.true_matrix).float(),
-        "true_defined": defined.to(torch.uint8),
+        "true_defined": torch.from_numpy(structure.defined_matrix.diagonal().astype(np.uint8)),
         "learned": torch.from_numpy(structure.soft_matrix).float(),
         "learned_hard": torch.from_numpy(structure.hard_matrix).float(),
     }
@@ -180,7 +215,7 @@ def _known(part: LabelledImages) -> npt.NDArray[np.int64]:
     return counts
 
 
-def _positives(part: LabelledImages) -> npt.NDArray[np.int64]:
+def _positives(part: LabelledImages | Evaluation) -> npt.NDArray[np.int64]:
     """Images on which each label is known and present."""
     present = part.labels if part.known is None else part.labels * part.known
     counts: npt.NDArray[np.int64] = present.sum(axis=0, dtype=np.int64)
@@ -205,9 +240,9 @@ def summarise(
     prevalence = None  # where the training labels are elsewhere: that of the test set
     if len(data.train):
         prevalence = _positives(data.train) / np.maximum(_known(data.train), 1)
-    trivial = trivial_baselines(data.test.labels, settings.metrics, prevalence, data.test.known)
+    trivial = trivial_baselines(evaluation.labels, settings.metrics, prevalence, evaluation.known)
     rounds = [e for e in events if e["event"] == "round"]
-    positives = _positives(data.test)
+    positives, users = _positives(evaluation), evaluation.users
     results = {
         "method": settings.method_name,
         "label": settings.label,
@@ -217,7 +252,7 @@ def summarise(
         "rounds_done": settings.run.rounds,
         "metrics": found.as_dict(),
         "structure": evaluation.structure_numbers(),
-        "per_user": None if evaluation.users is None else per_user(data.test, evaluation.users),
+        "per_user": None if users is None else per_user(evaluation.names, users),
         "per_label": [
             {"label": name, "ap": ap, "precision": p, "recall": r, "positives": int(n)}
             for name, ap, p, r, n in zip(
@@ -245,6 +280,7 @@ def summarise(
         "partition_sha256": assembly.partition.sha256,
         "bound": assembly.bound,
         "metric_options": asdict(settings.metrics),
+        **evaluation.how,
     }
     plain: Results = jsonable(results)
     return plain

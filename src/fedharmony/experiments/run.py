@@ -19,7 +19,7 @@ from fedharmony.engine.memory import SEALS, ClientMemory
 from fedharmony.errors import CheckpointError, FedHarmonyError, Stopped
 from fedharmony.experiments import trained
 from fedharmony.experiments.build import Assembly, Observer, assemble
-from fedharmony.experiments.evaluate import Evaluation, Results, evaluate, matrices, summarise
+from fedharmony.experiments.evaluate import Evaluation, Results, judge_here, matrices, summarise
 from fedharmony.experiments.folder import EventLog, RunFolder, Saved, environment
 from fedharmony.experiments.machine import switch_torch, with_threads
 from fedharmony.experiments.outlook import outlook
@@ -181,11 +181,12 @@ def _rounds(assembly: Assembly, folder: RunFolder, saved: Saved, observe: Observ
         evaluate_if_due(round, state)
 
     def evaluate_if_due(round: int, state: Record) -> None:
-        last = round + 1 == rounds
-        if log is not None and (last or (round + 1) % settings.run.eval_every == 0):
+        last, clock = round + 1 == rounds, time.perf_counter()
+        due = last or (round + 1) % settings.run.eval_every == 0
+        for measured, found in judge(round, state, due, last) if log is not None else ():
+            latest[:] = [found]
+            record(found.event(measured, time.perf_counter() - clock))
             clock = time.perf_counter()
-            latest[:] = [evaluate(assembly, state, by_user=last)]
-            record(latest[0].event(round, time.perf_counter() - clock))
 
     def tick(round: int, done: int, total: int) -> None:
         observe({"event": "progress", "round": round, "done": done, "total": total})
@@ -196,9 +197,11 @@ def _rounds(assembly: Assembly, folder: RunFolder, saved: Saved, observe: Observ
             warn_once(warning)
     state = saved.state.to(assembly.device)
     try:
+        federation = assembly.federation(memory, tick)
+        judge = assembly.judge(federation) or judge_here(assembly)
         if first:  # a checkpoint is written before its round is evaluated
             evaluate_if_due(first - 1, state)
-        state = assembly.federation(memory, tick).run(state, first, record, after_round)
+        state = federation.run(state, first, record, after_round)
     except (KeyboardInterrupt, Stopped, FedHarmonyError) as error:
         failed = isinstance(error, FedHarmonyError)
         ending = {
@@ -214,11 +217,12 @@ def _rounds(assembly: Assembly, folder: RunFolder, saved: Saved, observe: Observ
         memory.forget()
         return {}
     (evaluation,) = latest
-    found = matrices(assembly, state, evaluation.structure)
+    found = matrices(assembly, state, evaluation)
     folder.save_tensors("matrices.safetensors", found)
-    scores = scores_of(evaluation.scores, assembly.data.test, assembly.data.classes)
-    save_scores(folder.path, scores, settings.run.scores)
-    save_examples(folder.path, assembly.data.test, settings.run.examples)
+    if evaluation.scores is not None:
+        scores = scores_of(evaluation.scores, assembly.data.test, assembly.data.classes)
+        save_scores(folder.path, scores, settings.run.scores)
+        save_examples(folder.path, assembly.data.test, settings.run.examples)
     record({"event": "finish", "status": "completed", "seconds": time.perf_counter() - began})
     results = summarise(assembly, state, evaluation, folder.read_events())
     memory.forget()  # no round is left that could ask for it

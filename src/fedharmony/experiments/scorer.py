@@ -21,11 +21,13 @@ class Scorer:
         model: backbone and head.
         method: normalises images, and turns outputs into scores.
         state: the server's state, with the model that is to be used among its parameters.
+        given: what the method's normalisation reads; none takes it from the state.
     """
 
     model: Model
     method: Method
     state: Record
+    given: Groups | None = None
 
     @cached_property
     def parameters(self) -> Tensors:
@@ -40,7 +42,7 @@ class Scorer:
     @cached_property
     def message(self) -> Groups:
         """What the method's normalisation reads beside the images."""
-        return self.method.evaluation(self.state)
+        return self.method.evaluation(self.state) if self.given is None else self.given
 
     @torch.no_grad()
     def __call__(self, images: Tensor) -> Tensor:

@@ -209,7 +209,7 @@ class EngineSettings(Checked):
     tf32: bool = False
     gpu_share: Annotated[float, Gt(0), Le(1)] | None = None
     memory_mb: Annotated[int, Ge(0)] = 1024
-    wait_s: Annotated[float, Gt(0), Le(10**6)] = 1800.0
+    wait_s: Annotated[float, Gt(0), Le(1e6)] = 1800.0
 
 
 @dataclass(frozen=True)

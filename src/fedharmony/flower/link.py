@@ -35,6 +35,8 @@ NAME = "federation"
 START_S, END_S = 60.0, 30.0
 #: Seconds between looks at a run, and between questions to Flower, which cost a process each.
 LOOK_S, ASK_S = 0.5, 20.0
+#: The file of an order that says which process carries it out.
+SERVER = "server.json"
 
 APP = """\
 [project]
@@ -74,13 +76,13 @@ class Link:
 
     @property
     def _started(self) -> list[tuple[int, str]]:
-        """The SuperLink and its gate: number of the process, and when it began."""
-        return [(pid, began) for pid, began in self._about.get("processes", [])]
+        """The SuperLink, its gate, and what starts servers: each process, and when it began."""
+        return [(pid, since) for pid, since in self._about.get("processes", [])]
 
     @property
     def pid(self) -> int | None:
         """The process of the SuperLink, if it runs."""
-        return next((pid for pid, began in self._started[:1] if _began(pid) == began), None)
+        return next((pid for pid, since in self._started[:1] if began(pid) == since), None)
 
     @property
     def address(self) -> str:
@@ -132,10 +134,15 @@ class Link:
         write_file(self.home / "flwr" / "config.toml", flower.encode())
         started = [self._start("superlink", superlink)]
         started.append(self._start("gate", [*gate, self.certificates]))
-        about = {"processes": [(p, _began(p)) for p in started], "address": f"{host}:{port}"}
-        write_file(self.home / "link.json", json.dumps(about).encode())
         until = time.monotonic() + START_S
-        while not (_answers("127.0.0.1", control_port) and _answers(host, port)):
+        while True:
+            # What the SuperLink starts outlives it when it is killed, with the servers of runs.
+            family = [*started, *_children(started[0])]
+            about = {"processes": [(p, began(p)) for p in family], "address": f"{host}:{port}"}
+            write_file(self.home / "link.json", json.dumps(about).encode())
+            answers = _answers("127.0.0.1", control_port) and _answers(host, port)
+            if answers and len(family) > len(started):
+                return
             if not all(map(_alive, started)) or time.monotonic() > until:
                 self.down()
                 raise TransportError(
@@ -156,9 +163,10 @@ class Link:
 
     def down(self) -> bool:
         """End what :meth:`up` started, with all that it started itself; False where none ran."""
-        running = [pid for pid, began in self._started if _began(pid) == began]
+        running = [pid for pid, since in self._started if began(pid) == since]
         for pid in running:
-            os.killpg(pid, signal.SIGTERM)
+            with suppress(ProcessLookupError):
+                os.killpg(pid, signal.SIGTERM)
         until = time.monotonic() + END_S
         while any(map(_alive, running)) and time.monotonic() < until:
             time.sleep(0.1)
@@ -207,7 +215,13 @@ class Link:
     # -- runs --------------------------------------------------------------------------------------
 
     def order(
-        self, settings: dict[str, Any] | None, out: Path, sites: int, wait_s: float, limit_s: float
+        self,
+        settings: dict[str, Any] | None,
+        out: Path,
+        sites: int,
+        wait_s: float,
+        limit_s: float,
+        least: int | None = None,
     ) -> Ordered:
         """Have the SuperLink run settings, or resume the run of a folder where there are none."""
         _ = self.address
@@ -221,6 +235,9 @@ class Link:
             "out": str(out.absolute()),
             "outcome": str((folder / "outcome.json").absolute()),
             "sites": sites,
+            # A round with one site of several would make that site's model the federation's.
+            "least": min(2, sites) if least is None else least,
+            "registered": ",".join(sorted(self._names().values())),
             "wait-s": float(wait_s),
             "limit-s": float(limit_s),
         }
@@ -245,12 +262,21 @@ class Ordered:
         seen = len(self.folder.events.read_bytes()) if self.folder.events.exists() else 0
         asked = time.monotonic()
         while True:
+            alive = self._server_lives()
             ended = self.outcome.exists()
             seen = self._tell(seen, observe)
             if ended:
                 break
-            if time.monotonic() - asked > ASK_S:
-                self._refuse_dead()
+            if alive is False:
+                self._refuse_dead("it was killed")
+            if self.link.pid is None:
+                raise TransportError(
+                    f"The SuperLink of {self.link.home} has ended. Finished rounds are kept; start "
+                    f"it again with 'fedharmony flower up', and go on with 'fedharmony flower "
+                    f"resume {self.folder.path}'."
+                )
+            if alive is None and time.monotonic() - asked > ASK_S:
+                self._refuse_never_begun()
                 asked = time.monotonic()
             time.sleep(LOOK_S)
         found = json.loads(self.outcome.read_bytes())
@@ -271,16 +297,27 @@ class Ordered:
             observe(event)
         return seen + len(whole)
 
-    def _refuse_dead(self) -> None:
-        """Find out about a server that ended without writing how."""
+    def _server_lives(self) -> bool | None:
+        """Whether the server's process runs; None before it began."""
+        try:
+            found = json.loads(self.outcome.with_name(SERVER).read_bytes())
+        except (OSError, ValueError):
+            return None
+        return bool(began(found["pid"]) == found["began"])
+
+    def _refuse_never_begun(self) -> None:
+        """Find out about a server that Flower could not start."""
         runs = self.link.flwr("list", NAME, "--run-id", self.number).get("runs", [])
         status = str(runs[0].get("status", "")) if runs else "unknown"
         if status.startswith("finished") and not self.outcome.exists():
-            raise CheckpointError(
-                f"The server of this run ended without a word ({status}); the log of the SuperLink "
-                f"may say why: {self.link.home / 'superlink.log'}. Finished rounds are kept; go on "
-                f"with 'fedharmony flower resume {self.folder.path}'."
-            )
+            self._refuse_dead(status)
+
+    def _refuse_dead(self, why: str) -> None:
+        raise CheckpointError(
+            f"The server of this run ended without a word ({why}); the log of the SuperLink may "
+            f"say more: {self.link.home / 'superlink.log'}. Finished rounds are kept; go on with "
+            f"'fedharmony flower resume {self.folder.path}'."
+        )
 
 
 def program(name: str) -> str:
@@ -300,10 +337,20 @@ def _alive(pid: int) -> bool:
     with suppress(ChildProcessError, OSError):
         if os.waitpid(pid, os.WNOHANG)[0]:
             return False
-    return _began(pid) is not None
+    return began(pid) is not None
 
 
-def _began(pid: int) -> str | None:
+def _children(pid: int) -> list[int]:
+    """The processes that a process has started."""
+    found = []
+    for stat in Path("/proc").glob("[0-9]*/stat"):
+        with suppress(OSError):
+            if stat.read_text().rpartition(")")[2].split()[1] == str(pid):
+                found.append(int(stat.parent.name))
+    return found
+
+
+def began(pid: int) -> str | None:
     """When a process began, which tells it from a later one of the same number."""
     try:
         fields = Path(f"/proc/{pid}/stat").read_text().rpartition(")")[2].split()

@@ -21,7 +21,9 @@ from fedharmony.errors import FedHarmonyError
 from fedharmony.experiments.folder import RunFolder
 from fedharmony.experiments.settings import load_settings
 from fedharmony.flower import server
-from fedharmony.flower.transport import Post
+from fedharmony.flower.link import SERVER, began
+from fedharmony.flower.post import Post
+from fedharmony.flower.roster import Terms
 from fedharmony.flower.wire import GridPost
 
 app = ServerApp()
@@ -37,6 +39,8 @@ class Order:
         out: the run's folder.
         outcome: the file that says how it ended.
         sites: how many sites to wait for.
+        least: how many a round needs.
+        registered: names of the sites that could be there, with commas between.
         wait_s: how long.
         limit_s: how long an exchange may take.
     """
@@ -45,6 +49,8 @@ class Order:
     out: str
     outcome: str
     sites: int
+    least: int
+    registered: str
     wait_s: float
     limit_s: float
 
@@ -55,6 +61,8 @@ def main(grid: Grid, context: Context) -> None:
     given = {key.replace("-", "_"): value for key, value in context.run_config.items()}
     order = build(Order, given, "order")
     outcome = {"status": "failed", "error": "the server ended without a word"}
+    process = {"pid": os.getpid(), "began": began(os.getpid())}
+    write_file(Path(order.outcome).with_name(SERVER), json.dumps(process).encode())
     try:
         carry_out(order, GridPost(grid))
         outcome = {"status": "completed", "error": ""}
@@ -66,13 +74,14 @@ def main(grid: Grid, context: Context) -> None:
         outcome["error"] = f"{type(error).__name__}: {error}"
         raise
     finally:
-        write_file(Path(order.outcome), json.dumps({**outcome, "pid": os.getpid()}).encode())
+        write_file(Path(order.outcome), json.dumps(outcome).encode())
 
 
 def carry_out(order: Order, post: Post) -> None:
     """The run of an order."""
     logging.getLogger("fedharmony").setLevel(logging.INFO)
-    terms = server.Terms(order.sites, order.wait_s, order.limit_s)
+    registered = tuple(filter(None, order.registered.split(",")))
+    terms = Terms(order.sites, order.least, order.wait_s, order.limit_s, registered)
     folder = RunFolder(Path(order.out))
     logger.info("Order: %s", asdict(order))
     if order.config:

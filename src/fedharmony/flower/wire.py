@@ -11,12 +11,15 @@ from __future__ import annotations
 
 import json
 from collections.abc import Collection, Mapping
+from typing import TYPE_CHECKING
 
 from flwr.app import Array, ArrayRecord, ConfigRecord, Message, MessageType, RecordDict
-from flwr.serverapp import Grid
 
 from fedharmony.errors import TransportError
 from fedharmony.site.parcel import Parcel, checked, checked_words
+
+if TYPE_CHECKING:
+    from flwr.serverapp import Grid
 
 #: Names of the two records of a message.
 PARTS, ABOUT = "parts", "about"

@@ -306,11 +306,16 @@ def evaluate_clients(
         return evaluate(values[images], truth[images], options, shown)
 
     per_client = tuple(of(images) for images in clients)
+    return beside(of(np.concatenate(list(clients))), per_client)
+
+
+def beside(pooled: MultiLabelResult, per_client: Sequence[MultiLabelResult]) -> ClientsResult:
+    """Pooled metrics beside those of each client, and their mean."""
     mean = {}
     for name in METRIC_NAMES:
         column = np.array([result.as_dict()[name] for result in per_client])
         mean[name] = _mean(column[~np.isnan(column)], empty=math.nan)
-    return ClientsResult(of(np.concatenate(list(clients))), per_client, mean)
+    return ClientsResult(pooled, tuple(per_client), mean)
 
 
 class ScoreStore:

@@ -41,6 +41,7 @@ class StructureResult:
         soft_matrix: ``(C, C)`` soft correlations of the scores.
         hard_matrix: ``(C, C)`` φ of the thresholded predictions, 0 where a prediction is constant.
         true_matrix: ``(C, C)`` φ of the labels, 0 where a label is constant.
+        defined_matrix: ``(C, C)``, for which pairs the true labels have a φ.
     """
 
     soft_rmse: float
@@ -54,6 +55,7 @@ class StructureResult:
     soft_matrix: Doubles
     hard_matrix: Doubles
     true_matrix: Doubles
+    defined_matrix: npt.NDArray[np.bool_]
 
 
 def structure_metrics(
@@ -92,7 +94,20 @@ def structure_metrics(
     hard_matrix, _ = _phi(values >= threshold, mask)
     doubles = torch.from_numpy(np.array(values, np.float64))
     soft_matrix: Doubles = _soft(doubles, mask).numpy()
-    first, second = np.triu_indices(values.shape[1], k=1)
+    return compare(true_matrix, defined, hard_matrix, soft_matrix)
+
+
+def compare(
+    true_matrix: Doubles,
+    defined: npt.NDArray[np.bool_],
+    hard_matrix: Doubles,
+    soft_matrix: Doubles,
+) -> StructureResult:
+    """The numbers of :func:`structure_metrics` from the three matrices (C, C).
+
+    ``defined`` says for which pairs the true labels have a correlation.
+    """
+    first, second = np.triu_indices(len(true_matrix), k=1)
     pair = defined[first, second]
     first, second = first[pair], second[pair]
     true, soft, hard = (m[first, second] for m in (true_matrix, soft_matrix, hard_matrix))
@@ -108,6 +123,7 @@ def structure_metrics(
         soft_matrix=soft_matrix,
         hard_matrix=hard_matrix,
         true_matrix=true_matrix,
+        defined_matrix=defined,
     )
 
 

@@ -26,11 +26,11 @@ from fedharmony.reading import parse_json
 
 FORMAT = "fedharmony-parcel-1"
 #: What a parcel may be about: a question of the server, or an answer of a site.
-ENROL, STAGE, STATUS, REPLY, REFUSED, FAILED = (
-    *("enrol", "stage", "status"),
+ENROL, STAGE, MEASURE, STATUS, REPLY, REFUSED, FAILED = (
+    *("enrol", "stage", "measure", "status"),
     *("reply", "refused", "failed"),
 )
-KINDS = (ENROL, STAGE, STATUS, REPLY, REFUSED, FAILED)
+KINDS = (ENROL, STAGE, MEASURE, STATUS, REPLY, REFUSED, FAILED)
 #: The most bytes of a parcel, unless a site says otherwise: a ViT-L with its Fisher information.
 LIMIT = 4 << 30
 #: The most parts, and bytes of the words.

@@ -33,12 +33,16 @@ class Policy:
         statistics: names of statistics that may leave the site (a method that needs another one is
             refused, and the refusal names it), or "all".
         fewest_images: with fewer training images the site takes part in nothing: a model or a mean
-            of very few images tells much about each.
+            of very few images tells much about each. With fewer test images it measures nothing.
+        evaluation: what the site tells of a model's scores on its own test images: nothing
+            ("none"), how many lie in each of 4,096 intervals, label by label, and how labels go
+            together ("histograms"), or all scores of each label in order ("scores").
     """
 
     methods: Literal["all"] | tuple[str, ...] = "all"
     statistics: Literal["all"] | tuple[str, ...] = ()
     fewest_images: Annotated[int, Ge(1)] = 1
+    evaluation: Literal["none", "histograms", "scores"] = "histograms"
 
     def __post_init__(self) -> None:
         """Refuse misspelt methods: they would silently allow nothing."""
@@ -71,6 +75,16 @@ class Policy:
         if images < self.fewest_images:
             raise PolicyError(
                 f"this site has {images} training images and takes part only with "
+                f"{self.fewest_images} or more (policy.fewest_images)"
+            )
+
+    def refuse_measuring(self, images: int) -> None:
+        """Refuse to measure a model on this site's own test images."""
+        if self.evaluation == "none":
+            raise PolicyError("this site tells nothing of its test images (policy.evaluation)")
+        if images < self.fewest_images:
+            raise PolicyError(
+                f"this site has {images} test images and measures models only with "
                 f"{self.fewest_images} or more (policy.fewest_images)"
             )
 

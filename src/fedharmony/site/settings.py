@@ -178,6 +178,8 @@ methods = "all"
 # Statistics beside the trained model that may leave it. A refusal names the one that is missing.
 statistics = []
 fewest_images = 1
+# What is told of scores on the test images here: "none", "histograms" or "scores".
+evaluation = "histograms"
 
 [engine]
 device = "auto"

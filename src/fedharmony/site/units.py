@@ -15,10 +15,11 @@ Description=fedharmony worker of site {name}
 After=local-fs.target
 
 [Service]
-# The owner of the data. The group is shared with the relay, for the socket alone.
+# The owner of the data. The group is shared with the relay, for the socket alone: what else the
+# worker writes, memory and decoded images, is the owner's.
 User={owner}
 Group={group}
-UMask=0007
+UMask=0077
 ExecStart={python} -m fedharmony site serve {file}
 Restart=always
 RestartSec=10

@@ -36,7 +36,7 @@ from fedharmony.errors import (
     TransportError,
 )
 from fedharmony.experiments.binding import Binding, bind, changed
-from fedharmony.experiments.blueprint import Facts, blueprint
+from fedharmony.experiments.blueprint import Blueprint, Facts, blueprint
 from fedharmony.experiments.build import Assembly, on_device
 from fedharmony.experiments.machine import choose_device, choose_means, switch_torch
 from fedharmony.experiments.settings import Settings
@@ -44,9 +44,11 @@ from fedharmony.files import sole_writer
 from fedharmony.methods.base import Stage
 from fedharmony.models.base import InputSpec
 from fedharmony.partition.base import Partition
+from fedharmony.site.measure import MEASURED, Question, measure
 from fedharmony.site.parcel import (
     ENROL,
     FAILED,
+    MEASURE,
     REFUSED,
     REPLY,
     STAGE,
@@ -77,11 +79,13 @@ class RunAtSite:
 
     Attributes:
         about: what the server said of the run.
+        plan: the run without its data.
         federation: stages, and the transport to the one client that is here.
         memory: what the client keeps.
     """
 
     about: Mapping[str, Any]
+    plan: Blueprint
     federation: Federation
     memory: ClientMemory
 
@@ -130,6 +134,9 @@ class Worker:
                 return Parcel(REPLY, self._enrol(question.words))
             if question.kind == STAGE:
                 return self._stage(question)
+            if question.kind == MEASURE:
+                run = self._open(_mapping(question.words, "run"))
+                return Parcel(REPLY, *self._measure(run, question, Record()))
             raise PolicyError(f"a site is not asked for {question.kind!r}")
         except (PolicyError, ConfigError, DataError) as error:
             logger.warning("Refused: %s.", str(error).rstrip("."))
@@ -159,8 +166,8 @@ class Worker:
         if (before := _read_json(folder / "enrolled.json")) is not None:
             self._refuse_changed(before, about)
         # A rehearsal: whatever does not fit together is refused now, not in a round.
-        own = {"clients": 1, "client": 0, "unknown": self.data.train.known is not None}
-        federation, _ = self._federation(settings, {**about, **own}, ClientMemory())
+        own = {"client": 0, "unknown": self.data.train.known is not None}
+        federation = self._assembly(settings, {**about, **own}).federation(ClientMemory())
         for round in range(settings.run.rounds):
             self.settings.policy.refuse_stages(federation.stages(round))
         folder.mkdir(parents=True, exist_ok=True)
@@ -219,7 +226,9 @@ class Worker:
         # What the server never heard has not happened; what is older it will not ask for.
         run.memory.rewind(heard + 1)
         run.memory.commit(round)
-        message = record_of(question.parts, _mapping(words, "scalars")).to(self.device)
+        own = {n: p for n, p in question.parts.items() if not n.startswith(f"{MEASURED}.")}
+        message = record_of(own, _mapping(words, "scalars")).to(self.device)
+        measured, more = self._ridden(run, question, message)
         (answer,) = run.federation.transport.exchange(stage, round, {client: message})
         logger.info(
             "Round %d, %s: %s images in %.1f s.",
@@ -227,11 +236,31 @@ class Worker:
         )
         if not isinstance(answer, Reply):
             return Parcel(FAILED, {"reason": answer.reason})
-        found = {"examples": answer.examples, "saved": answer.saved}
-        record = Record(answer.record.groups)
-        return Parcel(
-            REPLY, {**found, "scalars": dict(answer.record.scalars)}, Packer().parts(record)
-        )
+        found = {"examples": answer.examples, "saved": answer.saved, **measured}
+        parts = Packer().parts(Record(answer.record.groups)) | more
+        return Parcel(REPLY, {**found, "scalars": dict(answer.record.scalars)}, parts)
+
+    def _ridden(
+        self, run: RunAtSite, question: Parcel, message: Record
+    ) -> tuple[dict[str, Any], dict[str, bytes]]:
+        """The answer to a measurement that rides on a stage; it never spoils the stage."""
+        if MEASURED not in question.words:
+            return {}, {}
+        try:
+            words, parts = self._measure(run, question, message)
+        except FedHarmonyError as error:
+            words, parts = {"reason": str(error)}, {}
+        except Exception as error:
+            logger.exception("A model could not be measured.")
+            words, parts = {"reason": f"{type(error).__name__}: {error}"}, {}
+        return {MEASURED: words}, parts
+
+    def _measure(
+        self, run: RunAtSite, question: Parcel, message: Record
+    ) -> tuple[dict[str, Any], dict[str, bytes]]:
+        """What the test images of this site say of a model."""
+        asked, policy = Question.of(question.words, question.parts, message), self.settings.policy
+        return measure(run.plan, self._here.test, asked, policy, self.device)
 
     def _open(self, about: Mapping[str, Any]) -> RunAtSite:
         """The run that a stage belongs to; the last one asked for stays open."""
@@ -243,31 +272,30 @@ class Worker:
             raise PolicyError("this site is not enrolled in this run; start the server again")
         self._refuse_changed(before, about)
         memory = ClientMemory(folder / "memory", self.settings.engine.memory_mb << 20)
-        federation, frozen = self._federation(settings, about, memory)
-        if about.get("frozen") != frozen:
+        assembly = self._assembly(settings, about)
+        plan = assembly.blueprint
+        if about.get("frozen") != digest(Record({FROZEN: plan.parameters[1]})):
             raise PolicyError(
                 "the frozen part of the model is not the server's: a file it is read from "
                 "(weights, label text) is another one here"
             )
-        self._run = RunAtSite(about, federation, memory)
+        self._run = RunAtSite(about, plan, assembly.federation(memory), memory)
         return self._run
 
-    def _federation(
-        self, settings: Settings, about: Mapping[str, Any], memory: ClientMemory
-    ) -> tuple[Federation, str]:
-        """The loop over the one client of this site, and the digest of the model's frozen part."""
-        clients, client = _whole(about, "clients"), _whole(about, "client")
-        if not 0 <= client < clients <= MOST_CLIENTS:
-            raise PolicyError(f"there is no client {client} among {clients}")
-        # How many images others have is not this site's business, nor is who takes part when.
-        settings = replace(settings, federation=replace(settings.federation, cohort=None))
-        sizes = {k: self.images if k == client else 0 for k in range(clients)}
-        shape = self.data.train.images.shape
+    def _assembly(self, settings: Settings, about: Mapping[str, Any]) -> Assembly:
+        """A run over the one client of this site."""
+        client = _whole(about, "client")
+        if not 0 <= client < MOST_CLIENTS:
+            raise PolicyError(f"there is no client {client}")
+        # Who else takes part is not this site's business, nor is how models are averaged.
+        alone = replace(settings.federation, cohort=None, robust="none")
+        settings = replace(settings, federation=alone)
+        shape, sizes = self.data.train.images.shape, {client: self.images}
         facts = Facts(self.data.classes, InputSpec(*shape), sizes, bool(about.get("unknown")))
         plan = blueprint(settings, facts)
         backbone, images = plan.model.backbone, np.arange(self.images)
         means = choose_means(settings.engine, self.device, backbone.elements(), plan.images)
-        assembly = Assembly(
+        return Assembly(
             blueprint=plan,
             loaded=self.data,
             data=self._here,
@@ -277,7 +305,6 @@ class Worker:
             means=means.exact() if backbone.mixes_images else means,
             bound=self.binding,
         )
-        return assembly.federation(memory), digest(Record({FROZEN: plan.parameters[1]}))
 
 
 def site_data(settings: SiteSettings) -> DataSet:

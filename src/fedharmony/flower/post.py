@@ -1,0 +1,50 @@
+"""The little that is needed of Flower: something that carries parcels to nodes.
+
+:mod:`fedharmony.flower.wire` makes one of a Flower grid, and tests make one of a dictionary.
+"""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Collection, Iterator, Mapping
+from typing import Protocol
+
+from fedharmony.site.parcel import Parcel
+
+#: Seconds between looks for replies, and before a site that could not answer is asked again.
+POLL_S, AGAIN_S = 0.3, 3.0
+
+
+class Post(Protocol):
+    """Carries parcels to nodes, and answers back."""
+
+    def nodes(self) -> Mapping[int, str]:
+        """The nodes that are online now, with the names they are registered by ("" without)."""
+
+    def push(self, parcels: Mapping[int, Parcel], ttl_s: float) -> Mapping[str, int]:
+        """Send a parcel to each node; the numbers of the messages, with the node of each."""
+
+    def pull(self, numbers: Collection[str]) -> Mapping[str, Parcel | str]:
+        """Answers that have come since, by the message's number; text says why there is none."""
+
+
+def pause(again: bool = False) -> None:
+    """Wait before the next look, or (``again``) before a site is asked again."""
+    time.sleep(AGAIN_S if again else POLL_S)
+
+
+def collect(
+    post: Post, parcels: Mapping[int, Parcel], wait_s: float
+) -> Iterator[tuple[int, Parcel | str]]:
+    """One answer per node, as they come; who is silent for too long has text for an answer."""
+    waiting, until = dict(post.push(parcels, wait_s)), time.monotonic() + wait_s
+    while waiting:
+        for number, answer in post.pull(list(waiting)).items():
+            if number in waiting:
+                yield waiting.pop(number), answer
+        if waiting and time.monotonic() > until:
+            break
+        if waiting:
+            pause()
+    for node in waiting.values():
+        yield node, f"no answer within {wait_s:g} seconds"
