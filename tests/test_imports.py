@@ -26,8 +26,18 @@ LAYERS = [
     {"site"},
     {"flower"},
     {"report"},
+    {"paper"},
     {"api"},
-    {"cli", "cli_data", "cli_flower", "cli_settings", "cli_site", "cli_use", "__main__"},
+    {
+        "cli",
+        "cli_data",
+        "cli_flower",
+        "cli_paper",
+        "cli_settings",
+        "cli_site",
+        "cli_use",
+        "__main__",
+    },
 ]
 LAYER = {part: depth for depth, layer in enumerate(LAYERS) for part in layer}
 MODULES = sorted(PACKAGE.rglob("*.py"))

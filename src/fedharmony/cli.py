@@ -31,6 +31,7 @@ from rich.text import Text
 import fedharmony
 from fedharmony.cli_data import data_app, init, models_app, partition, usable
 from fedharmony.cli_flower import flower_app
+from fedharmony.cli_paper import reproduce
 from fedharmony.cli_settings import (
     complete_change,
     complete_config,
@@ -761,6 +762,7 @@ def list_components(
     return None
 
 
+app.command()(reproduce)
 app.command()(predict)
 app.command()(export)
 app.command()(init)
