@@ -30,10 +30,12 @@ class Shown:
     Attributes:
         sections: words, tables and figures; the first has the item's title.
         verdict: whether the claim was found again.
+        more: verdicts on single parts of the claim, by name.
     """
 
     sections: tuple[Section, ...]
     verdict: Verdict
+    more: Mapping[str, Verdict] = field(default_factory=dict)
 
     @property
     def grids(self) -> list[Grid]:

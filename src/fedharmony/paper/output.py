@@ -13,6 +13,7 @@ from fedharmony.experiments.folder import jsonable, make_folder
 from fedharmony.files import write_atomically
 from fedharmony.paper.item import Found, Item, Shown
 from fedharmony.paper.plan import Job
+from fedharmony.report.load import RunView
 from fedharmony.report.page import render
 from fedharmony.report.panel import Section, count
 from fedharmony.report.split import standalone
@@ -49,8 +50,8 @@ class Outcome:
             "verdict": self.shown.verdict.word,
             "why": self.shown.verdict.why,
             "rule": self.shown.verdict.rule,
+            "more": {name: str(verdict) for name, verdict in self.shown.more.items()},
             "runs": self.runs,
-            "rounds_seconds": sum(run.seconds for run in self.found.folders.values()),
             "grids": [grid.as_dict() for grid in self.shown.grids],
             "figures": [name for name, _ in figures(self.shown)],
         }
@@ -95,7 +96,13 @@ def write(home: Path, scale: str, found: Sequence[Outcome], command: str) -> Non
         for name, text in texts.items():
             _keep(outcome.folder / name, text)
     make_folder(home)
-    results = {"scale": scale, "items": [outcome.as_dict() for outcome in found]}
+    results = {
+        "scale": scale,
+        "runs": len(_runs(found)),
+        "seconds": sum(run.seconds for run in _runs(found).values()),
+        "machines": sorted({machine_of(run) for run in _runs(found).values()}),
+        "items": [outcome.as_dict() for outcome in found],
+    }
     _keep(home / RESULTS, json.dumps(jsonable(results), indent=1, ensure_ascii=False) + "\n")
     _keep(home / REPORT, page(scale, found, command))
 
@@ -112,19 +119,13 @@ def page(scale: str, found: Sequence[Outcome], command: str) -> str:
     for outcome in found:
         study = outcome.job.study
         for number, section in enumerate(outcome.shown.sections, start=1):
-            lead = section.lead
-            if number == 1:
-                lead = (
-                    f"The paper: {outcome.item.claim} {outcome.shown.verdict} "
-                    f"Rule: {outcome.item.rule} {lead}"
-                )
+            summary = _summary(outcome) if number == 1 else ()
             name = f"{study.name}-{outcome.item.name}-{number}"
-            sections[name] = replace(section, lead=lead)
-    tally = words(found)
+            sections[name] = replace(section, summary=summary)
     values: Mapping[str, Any] = {
         "kind": "reproduction",
         "title": "FedHarmony (arXiv 2604.28024), item by item",
-        "headline": tally,
+        "headline": words(found),
         "facts": [
             f"scale {scale}",
             *dict.fromkeys(outcome.job.study.title for outcome in found),
@@ -149,6 +150,15 @@ def page(scale: str, found: Sequence[Outcome], command: str) -> str:
     return render(values)
 
 
+def _summary(outcome: Outcome) -> tuple[tuple[str, str], ...]:
+    return (
+        ("The paper", outcome.item.claim),
+        (f"Found on {outcome.job.study.title}", str(outcome.shown.verdict)),
+        *((name, str(verdict)) for name, verdict in outcome.shown.more.items()),
+        ("Rule", outcome.item.rule),
+    )
+
+
 def words(found: Sequence[Outcome]) -> str:
     """How many claims came out how."""
     verdicts = [outcome.shown.verdict.word for outcome in found]
@@ -156,5 +166,14 @@ def words(found: Sequence[Outcome]) -> str:
     return f"Of {count(len(found), 'item')}: {', '.join(parts)}." if found else "Nothing yet."
 
 
-def _runs(found: Sequence[Outcome]) -> set[Path]:
-    return {run.folder for outcome in found for run in outcome.found.folders.values()}
+def _runs(found: Sequence[Outcome]) -> dict[Path, RunView]:
+    """All runs, each once."""
+    views = (run for outcome in found for run in outcome.found.folders.values())
+    return {run.folder: run for run in views}
+
+
+def machine_of(run: RunView) -> str:
+    """What a run was carried out on."""
+    known = run.environment
+    name = known.get("accelerator") or f"{known.get('processor')} CPU"
+    return f"{name}, torch {known.get('torch')}"

@@ -37,6 +37,7 @@ class Section:
         scale: Texts at both ends of the colour scale of heat maps.
         facts: Names and values beside the figures.
         grids: Tables above the figures.
+        summary: Names and texts above everything else.
     """
 
     title: str
@@ -46,6 +47,7 @@ class Section:
     scale: tuple[str, str] | None = None
     facts: tuple[tuple[str, str], ...] = ()
     grids: tuple[Grid, ...] = ()
+    summary: tuple[tuple[str, str], ...] = ()
 
     @property
     def columns(self) -> int:

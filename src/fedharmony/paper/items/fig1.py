@@ -124,10 +124,11 @@ class Fig1(Item):
             f"random split ({known['drift']:.3f} against {known['floor']:.3f}); {len(poor)} of "
             f"{int((large & heard).sum())} large clients have a quality below the median."
         )
-        yes = ratio >= 1.2 and bool(poor)
+        drifts, told = ratio >= 1.2, bool(heard.any())
         scale = (f"−{limit:.1f}", f"+{limit:.1f}")
         section = Section(self.title, lead, tuple(pictures), scale=scale, grids=(table,))
-        return Shown((section,), decide(yes, not yes, why, self.rule))
+        no = not drifts or (told and not poor)
+        return Shown((section,), decide(drifts and bool(poor), no, why, self.rule))
 
     def _scatters(self, sizes: Array, apart: Array, quality: Array) -> list[Picture]:
         return [

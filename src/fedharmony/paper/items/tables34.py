@@ -173,7 +173,7 @@ class Table4(Item):
         cells = []
         for printed in rows("table4"):
             w, p = float(printed["W"]), float(printed["p"])
-            matching = [v for v in range(37) if abs(exact_p(v) - p) < 5e-4]
+            matching = [v for v in range(37) if abs(exact_p(v) - p) < 1e-3]
             again = printed_differences(printed["data"])
             recomputed = "–"
             if again:
