@@ -94,6 +94,7 @@ def _jobs(
 
 def _list(every: Sequence[Item], scale: Scale, home: Path) -> None:
     """All items: claim, needs, times, and which were run."""
+    from fedharmony.paper.item import concerns
     from fedharmony.paper.plan import seconds
     from fedharmony.paper.scale import SCALES
 
@@ -103,7 +104,7 @@ def _list(every: Sequence[Item], scale: Scale, home: Path) -> None:
         table.add_column(heading)
     for item in every:
         times = [duration(seconds(item, one)) for one in SCALES.values()]
-        fitting = [job for job in jobs if item.fits(job.study)]
+        fitting = [job for job in jobs if concerns(item, job.study)]
         done = [job.found(item) is not None for job in fitting]
         state = "done" if all(done) else f"{sum(done)} of {len(done)}" if any(done) else "–"
         table.add_row(Text(item.name, "bold"), item.claim, *times, state)
@@ -125,6 +126,7 @@ def _reproduce(
     from fedharmony.experiments.folder import RunFolder
     from fedharmony.experiments.jobs import Workers
     from fedharmony.paper import output
+    from fedharmony.paper.item import concerns
     from fedharmony.paper.plan import execute, refuse_other_runs, rehearsed, unfinished
 
     places = [place for job in jobs for place in job.places(asked)]
@@ -153,7 +155,7 @@ def _reproduce(
                 failed = error
             for job in jobs:
                 for item in asked:
-                    if item.fits(job.study) and job.measured(item) is None:
+                    if concerns(item, job.study) and job.measured(item) is None:
                         say(f"{item.name}: measuring {item.measures}")
                         job.measure(item)
             found = output.outcomes(jobs, every)
@@ -174,10 +176,11 @@ def _reproduce(
 
 def _refuse_missing_data(jobs: Sequence[Job], asked: Sequence[Item]) -> None:
     """Refuse to begin where there is something to train or measure, and no data to do it with."""
+    from fedharmony.paper.item import concerns
     from fedharmony.paper.plan import unfinished
 
     for job in jobs:
-        own = [item for item in asked if item.fits(job.study)]
+        own = [item for item in asked if concerns(item, job.study)]
         runs = len(unfinished(job.places(own)))
         measured = [item.name for item in own if job.measured(item) is None]
         given = any(change.startswith("data.path=") for change in job.changes)
@@ -198,11 +201,15 @@ def _outlook(
     asked: Sequence[Item],
 ) -> list[str]:
     """What is about to be done, and how long that takes."""
+    from fedharmony.paper.item import concerns
+
     total = 0.0
     for job in jobs:
         own = [place for place in left if place.run.folder.path.is_relative_to(job.home)]
         total += sum(place.part.cost for place in own) * job.study.seconds / scale.at_once
-        total += sum(i.measuring for i in asked if i.fits(job.study) and job.measured(i) is None)
+        total += sum(
+            i.measuring for i in asked if concerns(i, job.study) and job.measured(i) is None
+        )
     lines = [f"{len(places)} runs in all, {len(places) - len(left)} finished."]
     if total:
         lines.append(f"What is left takes about {duration(total)} on {scale.machine}.")

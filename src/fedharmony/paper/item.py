@@ -136,6 +136,11 @@ class Item(ABC):
         return True
 
 
+def concerns(item: Item, study: Study) -> bool:
+    """Whether an item is gone through for a study."""
+    return item.fits(study) and (not study.only or item.name in study.only)
+
+
 items: Registry[type[Item]] = Registry("item of the paper", "fedharmony.paper.items")
 
 

@@ -11,7 +11,7 @@ from typing import Any
 import fedharmony
 from fedharmony.experiments.folder import jsonable, make_folder
 from fedharmony.files import write_atomically
-from fedharmony.paper.item import Found, Item, Shown
+from fedharmony.paper.item import Found, Item, Shown, concerns
 from fedharmony.paper.plan import Job
 from fedharmony.report.load import RunView
 from fedharmony.report.page import render
@@ -63,7 +63,7 @@ def outcomes(jobs: Sequence[Job], every: Sequence[Item]) -> list[Outcome]:
         Outcome(job, item, found, item.show(found))
         for job in jobs
         for item in every
-        if item.fits(job.study) and (found := job.found(item)) is not None
+        if concerns(item, job.study) and (found := job.found(item)) is not None
     ]
 
 

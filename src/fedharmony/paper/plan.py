@@ -22,7 +22,7 @@ from fedharmony.experiments.jobs import Workers
 from fedharmony.experiments.machine import with_threads
 from fedharmony.experiments.settings import Settings, load_settings
 from fedharmony.files import refuse_if_held
-from fedharmony.paper.item import Bench, Found, Item, Measured
+from fedharmony.paper.item import Bench, Found, Item, Measured, concerns
 from fedharmony.paper.scale import Part, Scale, Study
 from fedharmony.reading import is_there
 from fedharmony.report.load import RunView, load_run
@@ -72,7 +72,7 @@ class Job:
         """The runs of all items, each once, in the order in which items ask for them."""
         found: dict[Path, Place] = {}
         for item in asked:
-            for part in item.parts(self.study) if item.fits(self.study) else ():
+            for part in item.parts(self.study) if concerns(item, self.study) else ():
                 settings = self._settings(part)
                 for method in part.methods:
                     for seed in range(part.seeds):
@@ -202,7 +202,7 @@ def seconds(item: Item, scale: Scale) -> float:
     """The time of an item by itself on the scale's machine, about."""
     total = 0.0
     for study in scale.studies:
-        if item.fits(study):
+        if concerns(item, study):
             runs = sum(p.cost * len(p.methods) * p.seeds for p in item.parts(study))
             total += runs * study.seconds / scale.at_once + item.measuring
     return total

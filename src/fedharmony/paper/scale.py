@@ -47,6 +47,7 @@ class Study:
         shares: values of Fig. 5 (a, b).
         crowd: changes that go with the numbers of clients of Fig. 5 (c, d), and their cost.
         seconds: of one run.
+        only: names of the items that it is made for; empty for all.
     """
 
     name: str
@@ -61,6 +62,7 @@ class Study:
     shares: tuple[str, ...] = ()
     crowd: tuple[tuple[str, ...], float] | None = None
     seconds: float = 60.0
+    only: tuple[str, ...] = ()
 
     def base(self, methods: tuple[str, ...], seeds: int = 3) -> Part:
         """The settings of the study as they are."""
@@ -130,6 +132,16 @@ DEMO = Scale(
                 3.0,
             ),
             seconds=25.0,
+        ),
+        Study(
+            "synthetic",
+            "synthetic users, made up, 1,628 labels",
+            "synthetic_users",
+            "FLAIR",
+            # FedHarmony compares 1.3 million pairs of labels for each client.
+            changes=("federation.cohort=8", "run.rounds=6", "run.eval_every=6"),
+            seconds=60.0,
+            only=("fig1", "fig2"),
         ),
     ),
     at_once=2,
