@@ -160,7 +160,7 @@ def test_items_share_their_runs(tmp_path: Path) -> None:
     )
     assert len(every) == 30
     gammas = job(tmp_path).places(named("table1", "fig6"))
-    assert len(gammas) == 24 + 2 * 4 * 2  # γ = 0.25 is the base
+    assert len(gammas) == 24 + 2 * 3 * 2  # γ = 0.25 is the base
     folders = [place.run.folder.path for place in every]
     assert len(set(folders)) == len(folders)
     assert tmp_path / "runs/base/fedlgt-randtext/seed-2" in folders

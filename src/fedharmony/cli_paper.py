@@ -213,4 +213,21 @@ def _outlook(
     lines = [f"{len(places)} runs in all, {len(places) - len(left)} finished."]
     if total:
         lines.append(f"What is left takes about {duration(total)} on {scale.machine}.")
+    if left and any(job.study.needs for job in jobs):
+        lines += _on_cpu(left)
     return lines
+
+
+def _on_cpu(left: Sequence[Place]) -> list[str]:
+    """How long it takes without a GPU, from one timed step of the first run."""
+    from fedharmony.experiments.dry_run import plan_of_run
+
+    first = left[0]
+    (run,) = plan_of_run(first.run.settings, first.run.folder.path / "plan").groups
+    if run.seconds is None:
+        return []
+    whole = run.seconds * sum(place.part.cost for place in left) / first.part.cost
+    return [
+        f"Without a GPU, as here, one run takes about {duration(run.seconds)} and all that is left "
+        f"{duration(whole)}. --device names another device; Ctrl-C stops, the same command goes on."
+    ]

@@ -117,7 +117,11 @@ def label_chances(config: SyntheticUsers.Config) -> npt.NDArray[np.float64]:
     own = (np.arange(config.classes) % config.themes) == np.arange(config.themes)[:, None]
     inside = own * ranks
     inside /= inside.sum(1, keepdims=True)
-    return config.theme_strength * inside + (1 - config.theme_strength) * ranks / ranks.sum()
+    everywhere = ranks / ranks.sum()
+    chances: npt.NDArray[np.float64] = (
+        config.theme_strength * inside + (1 - config.theme_strength) * everywhere
+    )
+    return chances
 
 
 def draw_labels(

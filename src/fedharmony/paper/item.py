@@ -5,7 +5,6 @@ from __future__ import annotations
 from abc import ABC, abstractmethod
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
-from pathlib import Path
 from typing import Any, ClassVar, TypeAlias
 
 import numpy as np
@@ -87,15 +86,11 @@ class Bench:
         scale: of the experiments.
         study: the data set.
         changes: the user's paths and device, as settings.
-        home: the study's folder, with all runs below ``runs``.
-        folder: of the item, for files that measuring needs.
     """
 
     scale: Scale
     study: Study
     changes: tuple[str, ...]
-    home: Path
-    folder: Path
 
     def settings(self, part: Part, method: str, *more: str) -> Settings:
         """The settings of a run of a part, with further changes."""

@@ -17,7 +17,7 @@ from fedharmony.data.base import DataSet
 from fedharmony.errors import CheckpointError, ConfigError, DataError, nearest
 from fedharmony.experiments.build import Observer
 from fedharmony.experiments.compare import Planned, carry_out, rehearse
-from fedharmony.experiments.folder import RunFolder, folder_name
+from fedharmony.experiments.folder import RunFolder, folder_name, make_folder
 from fedharmony.experiments.jobs import Workers
 from fedharmony.experiments.machine import with_threads
 from fedharmony.experiments.settings import Settings, load_settings
@@ -111,10 +111,9 @@ class Job:
     def measure(self, item: Item) -> None:
         """Measure what is not there yet."""
         if self.measured(item) is None:
-            folder = self.home / item.name
-            folder.mkdir(parents=True, exist_ok=True)
-            bench = Bench(self.scale, self.study, self.changes, self.home, folder)
-            RunFolder(folder).write_json(MEASURED, item.measure(bench))
+            make_folder(self.home / item.name)
+            measured = item.measure(Bench(self.scale, self.study, self.changes))
+            RunFolder(self.home / item.name).write_json(MEASURED, measured)
 
 
 def refuse_other_runs(places: Sequence[Place]) -> None:

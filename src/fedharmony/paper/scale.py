@@ -127,9 +127,9 @@ DEMO = Scale(
             crowd=(
                 (
                     *("data.train=5000", "federation.participation=0.04"),
-                    *("run.rounds=60", "run.eval_every=20", "train.lr=3e-3"),
+                    *("run.rounds=40", "run.eval_every=20", "train.lr=3e-3"),
                 ),
-                3.0,
+                2.0,
             ),
             seconds=25.0,
         ),

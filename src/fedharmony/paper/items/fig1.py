@@ -110,7 +110,7 @@ class Fig1(Item):
                 ("the same in a random split of the same sizes", f"{known['floor']:.3f}"),
                 ("large clients (top third) with quality below the median", str(len(poor))),
                 ("rank correlation of size and quality", f"{rank:+.2f}".replace("-", "−")),
-                ("paper", "no numbers: two matrices and a bar chart of FLAIR clients"),
+                ("paper", "a figure of FLAIR clients without numbers"),
             ),
             "Quality: the client's mean weight over rounds in which weights are qualities alone, "
             "as a multiple of the mean weight.",

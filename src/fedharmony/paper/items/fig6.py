@@ -12,7 +12,7 @@ from fedharmony.paper.verdict import Gap, decide
 from fedharmony.report.grid import Grid, signed, spread
 from fedharmony.report.panel import Section, styles
 
-METHODS = (BASE, "fedprox", "spherefed", OURS)
+METHODS = (BASE, "spherefed", OURS)
 #: The metrics that the paper draws.
 METRICS = ("mAP", "OF1", "CP", "CR")
 SEEDS = 2

@@ -4,9 +4,11 @@ from __future__ import annotations
 
 import platform
 import statistics
+import tempfile
 import time
 from collections.abc import Callable, Mapping, Sequence
 from itertools import combinations, islice
+from pathlib import Path
 
 import torch
 from torch import Tensor
@@ -67,12 +69,11 @@ class Table2(Item):
         changes = (f"run.rounds={ROUNDS}", f"run.eval_every={ROUNDS}", "run.examples=0")
         times: dict[str, list[list[float]]] = {name: [] for name in VARIANTS}
         kind = ""
-        for number, name in enumerate(ORDER):
+        for name in ORDER:
             settings = with_threads(bench.settings(bench.study.base(()), VARIANTS[name], *changes))
             cuda = choose_device(settings.engine.device).type == "cuda"
             kind = "seconds" if cuda else "seconds of processor time"
-            folder = RunFolder(bench.folder / f"timed-{number}")
-            times[name].append(timed_rounds(settings, folder, cuda))
+            times[name].append(timed_rounds(settings, cuda))
         return {
             "kind": kind,
             "machine": f"{platform.machine()}, torch {torch.__version__}",
@@ -190,8 +191,8 @@ def _curve(
     return curve(title, series, rounds=ROUNDS, note=note)
 
 
-def timed_rounds(settings: Settings, folder: RunFolder, cuda: bool) -> list[float]:
-    """The time of each round of a run, which starts anew if it was cut short."""
+def timed_rounds(settings: Settings, cuda: bool) -> list[float]:
+    """The time of each round of a run, whose folder goes."""
     marks: list[float] = []
     seconds: list[float] = []
 
@@ -201,9 +202,8 @@ def timed_rounds(settings: Settings, folder: RunFolder, cuda: bool) -> list[floa
         if event["event"] == "round":
             seconds.append(float(event["seconds"]) if cuda else marks[-1] - marks[-2])
 
-    while folder.path.exists():
-        folder = RunFolder(folder.path.with_name(f"{folder.path.name}-again"))
-    start(settings, folder, observe)
+    with tempfile.TemporaryDirectory() as folder:
+        start(settings, RunFolder(Path(folder) / "run"), observe)
     return seconds
 
 

@@ -2,16 +2,17 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 
 from fedharmony.metrics import METRIC_NAMES
 from fedharmony.paper.item import BASE, OURS, Found, Item, Shown, items, mean
 from fedharmony.paper.published import row
 from fedharmony.paper.scale import Part, Study
-from fedharmony.paper.verdict import decide
-from fedharmony.report.charts import Row, dots
+from fedharmony.paper.verdict import Gap, decide
+from fedharmony.report import svg
+from fedharmony.report.charts import Picture, Row, dots
 from fedharmony.report.grid import Grid, signed, spread
-from fedharmony.report.panel import Section, styles
+from fedharmony.report.panel import Section
 
 #: The paper's columns, and the methods that stand for them.
 VARIANTS = {"Base": BASE, "A": "fedharmony:a", "A+B": "fedharmony:ab", "A+B+C": OURS}
@@ -76,16 +77,7 @@ class Table5(Item):
                 for k in METRIC_NAMES
             ),
         )
-        looks = styles(found.runs(part))
-        lines = [
-            Row(
-                name,
-                ((looks[m], mean(found.values(part, m, "mAP"))),),
-                tuple((looks[m], value) for value in found.values(part, m, "mAP")),
-            )
-            for name, m in VARIANTS.items()
-        ]
-        picture = dots("mAP, %", lines, spacing=22, note="Upright strokes: single seeds.")
+        picture = _picture(gaps)
         lead = "One part is added at a time; everything else is the same."
         gain, full = gaps["Base", "A"], gaps["Base", "A+B+C"]
         means = {v: mean(found.values(part, m, "mAP")) for v, m in VARIANTS.items()}
@@ -105,6 +97,18 @@ class Table5(Item):
             word = decide(step.above(0) and not least, least, text, STEP_RULE)
             more[f"Part {part_name}"] = word
         return Shown((section,), decide(yes, small, why, self.rule), more)
+
+
+def _picture(gaps: Mapping[tuple[str, str], Gap]) -> Picture:
+    """Steps with their intervals, and the paper's beside them."""
+    grey, lines = svg.Style(svg.MUTED, "", svg.style(3).outline), []
+    for (a, b), gap in gaps.items():
+        printed = [text for data in DATA if (text := _step(data, a, b)) != "–"]
+        paper = tuple((grey, float(text.replace("−", "-"))) for text in printed)
+        interval = (gap.low, gap.high) if gap.count > 1 else None
+        lines.append(Row(f"{a} → {b}", ((svg.style(0), gap.mean), *paper), interval=interval))
+    note = "Blue: ours with 95 % interval over seeds. Grey: the paper's COCO-80 and FLAIR."
+    return dots("Steps in mAP, points", lines, line_at=0.0, spacing=22, note=note)
 
 
 def _printed(data: str, variant: str, metric: str) -> str:
