@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import logging
 import shlex
 import sys
 from collections.abc import Sequence
@@ -60,6 +61,8 @@ def reproduce(
     from fedharmony.paper.item import all_items, items
     from fedharmony.paper.scale import scale_of
 
+    if quiet:
+        logging.getLogger("fedharmony").setLevel(logging.WARNING)
     chosen, every = scale_of(scale), all_items()
     home = out or Path("runs") / f"paper-{chosen.name}"
     if not names:
@@ -156,7 +159,8 @@ def _reproduce(
             for job in jobs:
                 for item in asked:
                     if concerns(item, job.study) and job.measured(item) is None:
-                        say(f"{item.name}: measuring {item.measures}")
+                        if not quiet:
+                            say(f"{item.name}: measuring {item.measures}")
                         job.measure(item)
             found = output.outcomes(jobs, every)
             output.write(home, scale.name, found, command)

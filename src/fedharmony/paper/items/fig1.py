@@ -15,7 +15,7 @@ from fedharmony.paper.scatter import scatter
 from fedharmony.paper.verdict import decide
 from fedharmony.report.charts import Picture
 from fedharmony.report.grid import Grid
-from fedharmony.report.load import RunView
+from fedharmony.report.load import RunView, number
 from fedharmony.report.order import LabelOrder, spectral_order
 from fedharmony.report.panel import Section
 from fedharmony.report.panels.correlation import common_limit, correlation_map, off_diagonal
@@ -82,7 +82,7 @@ class Fig1(Item):
         run = found.group(part, OURS)[0]
         known = found.measured
         sizes = np.array(known["sizes"], np.float64)
-        apart = np.array([math.nan if v is None else v for v in known["apart"]])
+        apart = np.array([number(v) for v in known["apart"]])
         quality = qualities(run, len(sizes))
         whole = _matrix(known["whole"])
         order = LabelOrder(spectral_order(np.nan_to_num(whole)))
@@ -98,7 +98,8 @@ class Fig1(Item):
         large = sizes >= np.quantile(sizes, 2 / 3)
         median = float(np.median(quality[heard])) if heard.any() else math.nan
         poor = [int(i) for i in np.flatnonzero(large & heard & (quality < median))]
-        ratio = known["drift"] / known["floor"]
+        drift, floor = (number(known[name]) for name in ("drift", "floor"))
+        ratio = drift / floor
         rank = _rank_correlation(sizes[heard], quality[heard])
         table = Grid(
             f"Clients of {found.study.title}",
@@ -106,8 +107,8 @@ class Fig1(Item):
             (
                 ("clients", f"{len(sizes):,}"),
                 ("images, smallest and largest", f"{sizes.min():,.0f}, {sizes.max():,.0f}"),
-                ("drift: distance of a client's φ from the global one", f"{known['drift']:.3f}"),
-                ("the same in a random split of the same sizes", f"{known['floor']:.3f}"),
+                ("drift: distance of a client's φ from the global one", f"{drift:.3f}"),
+                ("the same in a random split of the same sizes", f"{floor:.3f}"),
                 ("large clients (top third) with quality below the median", str(len(poor))),
                 ("rank correlation of size and quality", f"{rank:+.2f}".replace("-", "−")),
                 ("paper", "a figure of FLAIR clients without numbers"),
@@ -121,13 +122,13 @@ class Fig1(Item):
         )
         why = (
             f"clients' correlations lie {ratio:.1f} times as far from the global ones as in a "
-            f"random split ({known['drift']:.3f} against {known['floor']:.3f}); {len(poor)} of "
+            f"random split ({drift:.3f} against {floor:.3f}); {len(poor)} of "
             f"{int((large & heard).sum())} large clients have a quality below the median."
         )
         drifts, told = ratio >= 1.2, bool(heard.any())
         scale = (f"−{limit:.1f}", f"+{limit:.1f}")
         section = Section(self.title, lead, tuple(pictures), scale=scale, grids=(table,))
-        no = not drifts or (told and not poor)
+        no = ratio < 1.2 or (told and not poor)
         return Shown((section,), decide(drifts and bool(poor), no, why, self.rule))
 
     def _scatters(self, sizes: Array, apart: Array, quality: Array) -> list[Picture]:
@@ -154,7 +155,7 @@ def qualities(run: RunView, clients: int) -> Array:
 
 def _matrix(rows: Sequence[Sequence[float | None]]) -> Array:
     """A matrix from JSON, where nan is null."""
-    return np.array([[math.nan if v is None else v for v in row] for row in rows])
+    return np.array([[number(v) for v in row] for row in rows])
 
 
 def _rank_correlation(a: Array, b: Array) -> float:
