@@ -1,6 +1,6 @@
 """Kills a command at each of its file operations, repeats it, and compares what there is then.
 
-    python tests/kill_points.py run|compare|tune|prepare [--every N] [--at NAME]...
+    python tests/kill_points.py run|compare|tune|prepare|reproduce [--every N] [--at NAME]...
 
 Every operation that changes a file or folder of ours (make, open for writing, truncate, force to
 the disk, rename, remove) is a point. A process is forked from this one, which has imported
@@ -21,6 +21,7 @@ import shutil
 import signal
 import sys
 import tempfile
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -47,6 +48,7 @@ COMMANDS = {
         *("data", "prepare", "table", "images", "image_size=8", "table=labels.csv"),
         *("format=columns", "-q"),
     ],
+    "reproduce": ["reproduce", "fig1", "theorem2", "--out", "out", "--quiet"],
 }
 #: Audit events of operations that change something, and which of their arguments are paths.
 CHANGES = {
@@ -133,8 +135,14 @@ def warm_up() -> None:
     import fedharmony.experiments.tune
     import fedharmony.report.page
     from fedharmony.methods.base import methods
+    from fedharmony.paper import output, scale
+    from fedharmony.paper.item import all_items
 
     methods.names()
+    assert output
+    assert all_items()
+    study = replace(scale.DEMO.studies[0], changes=tuple(TINY), gammas=(), shares=(), crowd=None)
+    scale.SCALES = {"demo": replace(scale.DEMO, studies=(study,))}
     assert sklearn.datasets
     assert fedharmony.cli
 

@@ -26,6 +26,7 @@ LAYERS = [
     {"site"},
     {"flower"},
     {"report"},
+    {"paper"},
     {"api"},
     {*(path.stem for path in PACKAGE.glob("cli*.py")), "__main__"},
 ]

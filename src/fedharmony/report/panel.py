@@ -20,6 +20,7 @@ from typing import ClassVar
 
 from fedharmony.registry import Registry
 from fedharmony.report.charts import Picture, Series
+from fedharmony.report.grid import Grid
 from fedharmony.report.load import Runs
 from fedharmony.report.svg import CENTRAL, Style, style
 
@@ -35,6 +36,8 @@ class Section:
         keys: The legend: names and looks.
         scale: Texts at both ends of the colour scale of heat maps.
         facts: Names and values beside the figures.
+        grids: Tables above the figures.
+        summary: Names and texts above everything else.
     """
 
     title: str
@@ -43,6 +46,8 @@ class Section:
     keys: tuple[tuple[str, Style], ...] = ()
     scale: tuple[str, str] | None = None
     facts: tuple[tuple[str, str], ...] = ()
+    grids: tuple[Grid, ...] = ()
+    summary: tuple[tuple[str, str], ...] = ()
 
     @property
     def columns(self) -> int:

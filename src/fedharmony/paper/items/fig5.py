@@ -1,0 +1,175 @@
+"""Fig. 5: how many clients take part, and how many there are."""
+
+from __future__ import annotations
+
+import multiprocessing
+import resource
+import tempfile
+from collections.abc import Mapping, Sequence
+from concurrent.futures import ProcessPoolExecutor
+from pathlib import Path
+from typing import Any
+
+from fedharmony.experiments.folder import RunFolder
+from fedharmony.experiments.run import start
+from fedharmony.experiments.settings import compose
+from fedharmony.paper.item import BASE, OURS, Bench, Found, Item, Measured, Shown, items, mean
+from fedharmony.paper.lines import lines_over
+from fedharmony.paper.published import NAMES
+from fedharmony.paper.scale import CROWDS, Part, Study
+from fedharmony.paper.verdict import decide
+from fedharmony.report.charts import Row, dots
+from fedharmony.report.grid import Grid, spread
+from fedharmony.report.panel import Section, styles
+from fedharmony.report.svg import style
+
+METHODS = (BASE, OURS)
+#: Seeds of both halves.
+SHARE_SEEDS, CROWD_SEEDS = 2, 1
+#: What the text of the paper speaks of.
+METRICS = ("mAP", "OR", "OF1")
+#: Rounds of the runs whose memory is measured.
+ROUNDS = 2
+
+
+@items.register("fig5")
+class Fig5(Item):
+    """Metrics over participation and over the number of clients."""
+
+    place = 80
+    title = "Fig. 5: participation and number of clients"
+    claim = (
+        "(a, b) With 25, 50 and 75 % of the clients per round results vary by 1 to 2 points. (c, "
+        "d) From 1,000 to 2,500 clients with the same images, OR and OF1 vary by 1 to 2 points."
+    )
+    measures = f"the memory of runs of {ROUNDS} rounds with 1,000 to 2,500 clients"
+    measuring = 40.0
+    rule = (
+        "Range: largest less smallest mean of FedHarmony's metric. Reproduced if the ranges of mAP "
+        "and OF1 over participation and of OR and OF1 over the number of clients are all at most 2 "
+        "points, and OF1 is above 10 everywhere. Not reproduced if some range exceeds 2 points. "
+        "Undecided if nothing was learnt (OF1 below 10)."
+    )
+
+    def parts(self, study: Study) -> Sequence[Part]:
+        """Both halves."""
+        return [*self.by_share(study).values(), *self.by_crowd(study).values()]
+
+    def by_share(self, study: Study) -> dict[str, Part]:
+        """(a, b)."""
+        return {
+            f"{float(share):.0%}": study.at_share(share, METHODS, SHARE_SEEDS)
+            for share in study.shares
+        }
+
+    def by_crowd(self, study: Study) -> dict[str, Part]:
+        """(c, d); not for clients that are given."""
+        if study.crowd is None:
+            return {}
+        return {f"{n:,}": study.with_clients(n, METHODS, CROWD_SEEDS) for n in CROWDS}
+
+    def fits(self, study: Study) -> bool:
+        """Whether there is something to vary."""
+        return bool(study.shares)
+
+    def measure(self, bench: Bench) -> Measured:
+        """The largest memory of a short run of FedHarmony, in a process of its own."""
+        return {
+            "peak_mb": {
+                name: peak_memory(bench, part) for name, part in self.by_crowd(bench.study).items()
+            }
+        }
+
+    def show(self, found: Found) -> Shown:
+        """Two sections: participation, and number of clients."""
+        share, crowd = self.by_share(found.study), self.by_crowd(found.study)
+        looks = styles(found.runs(next(iter(share.values()))))
+        keys = tuple(looks.items())
+        first = Section(
+            self.title,
+            f"(a, b) Share of the clients that train in a round; {SHARE_SEEDS} seeds. Lines are "
+            "means over seeds, bands ± one standard deviation. The paper's figure has no numbers; "
+            "its text says 1 to 2 points of variation.",
+            tuple(lines_over(found, "participation", share, METHODS, k, looks) for k in METRICS),
+            keys,
+            grids=(_grid(found, share, "participation", SHARE_SEEDS),),
+        )
+        sections = [first]
+        ranges = {f"{k} over participation": _range(found, share, k) for k in ("mAP", "OF1")}
+        if crowd:
+            sections.append(self._crowds(found, crowd))
+            ranges |= {f"{k} over clients": _range(found, crowd, k) for k in ("OR", "OF1")}
+        points = [*share.values(), *crowd.values()]
+        learnt = min(mean(found.values(part, OURS, "OF1")) for part in points) > 10
+        steady = max(ranges.values()) <= 2
+        told = ", ".join(f"{name} {value:.1f}" for name, value in ranges.items())
+        why = f"FedHarmony's ranges, in points: {told}."
+        verdict = decide(learnt and steady, not steady, why, self.rule)
+        return Shown(tuple(sections), verdict)
+
+    def _crowds(self, found: Found, crowd: Mapping[str, Part]) -> Section:
+        looks = styles(found.runs(next(iter(crowd.values()))))
+        memory = {name: float(value) for name, value in found.measured["peak_mb"].items()}
+        rows = [Row(name, ((style(0), value),)) for name, value in memory.items()]
+        top = 1.1 * max(memory.values(), default=1.0)
+        note = f"Of a process that trains {ROUNDS} rounds of FedHarmony, everything included."
+        picture = dots("Largest memory, MB", rows, ends=(0.0, top), spacing=22, note=note)
+        pictures = [lines_over(found, "clients", crowd, METHODS, k, looks) for k in METRICS]
+        return Section(
+            "Fig. 5 (c, d): number of clients",
+            "The same training images on more clients; the same share of the clients, and so of "
+            f"the images, trains in a round. {CROWD_SEEDS} seed. The paper's text: OR and OF1 vary "
+            "by 1 to 2 points.",
+            (*pictures, picture),
+            tuple(looks.items()),
+            grids=(_grid(found, crowd, "clients", CROWD_SEEDS, memory),),
+        )
+
+
+def _grid(
+    found: Found,
+    parts: Mapping[str, Part],
+    axis: str,
+    seeds: int,
+    memory: Mapping[str, float] | None = None,
+) -> Grid:
+    extra = {"memory, MB": [f"{memory[name]:,.0f}" for name in parts]} if memory else {}
+    rows = []
+    for i, (name, part) in enumerate(parts.items()):
+        cells = [spread(found.values(part, method, k)) for method in METHODS for k in METRICS]
+        rows.append((name, *cells, *(column[i] for column in extra.values())))
+    ranges = [f"{_range(found, parts, k, m):.1f}" for m in METHODS for k in METRICS]
+    rows.append(("range", *ranges, *("" for _ in extra)))
+    printed = [*("–" for _ in METRICS), *("1–2" for _ in METRICS)]
+    rows.append(("paper, range", *printed, *("" for _ in extra)))
+    return Grid(
+        f"Over {axis}, {found.study.title}, per cent",
+        (axis, *(f"{NAMES[m]} {k}" for m in METHODS for k in METRICS), *extra),
+        tuple(rows),
+        f"{seeds} seed{'s' if seeds > 1 else ''}.",
+    )
+
+
+def _range(found: Found, parts: Mapping[str, Part], metric: str, method: str = OURS) -> float:
+    """Largest less smallest mean over the points."""
+    means = [mean(found.values(part, method, metric)) for part in parts.values()]
+    return max(means) - min(means)
+
+
+def peak_memory(bench: Bench, part: Part) -> float:
+    """Megabytes that a short run of a part needs at most, measured in a process of its own."""
+    settings = bench.settings(part, OURS, f"run.rounds={ROUNDS}", f"run.eval_every={ROUNDS}")
+    context = multiprocessing.get_context("spawn")
+    with ProcessPoolExecutor(1, mp_context=context) as processes:
+        return processes.submit(_trained_memory, settings.tree()).result()
+
+
+def _trained_memory(tree: Mapping[str, Any]) -> float:
+    """Train in a folder that goes, in this process, and say what memory that took."""
+    with tempfile.TemporaryDirectory() as folder:
+        start(compose(tree), RunFolder(Path(folder) / "run"), lambda event: None)
+    status = Path("/proc/self/status")
+    if status.is_file():  # what the parent process held does not count here
+        (line,) = (x for x in status.read_text().splitlines() if x.startswith("VmHWM"))
+        return int(line.split()[1]) * 1024 / 1e6
+    return resource.getrusage(resource.RUSAGE_SELF).ru_maxrss * 1024 / 1e6

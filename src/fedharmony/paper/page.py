@@ -1,0 +1,155 @@
+"""The page ``docs/paper.md``, written from the results of reproductions.
+
+    python -m fedharmony.paper.page benchmarks/results/paper docs/paper.md
+
+The folder holds the ``results.json`` of one reproduction per scale, named after it.
+"""
+
+from __future__ import annotations
+
+import json
+import sys
+from collections.abc import Iterator, Mapping, Sequence
+from pathlib import Path
+from typing import Any
+
+from fedharmony.files import write_atomically
+from fedharmony.paper.item import all_items
+from fedharmony.paper.scale import SCALES
+from fedharmony.report.grid import Grid
+from fedharmony.report.progress import duration
+
+HEAD = """\
+# The paper, item by item
+
+What the FedHarmony paper (arXiv 2604.28024) says in each of its tables, figures and theorems, and
+what this package finds. Written by `python -m fedharmony.paper.page` from the results of
+
+```sh
+{commands}
+```
+
+Every verdict follows from the figures by the rule that is stated with it. The paper's appendix
+(splits, numbers of clients, most constants) and code are not public: a claim that is not found
+again here is not refuted on its own data, and one that is found again at a small scale is not
+proven at a large one. What was chosen where the paper is silent:
+[FedHarmony](methods/fedharmony.md). Figures are in the report that the command writes.
+"""
+
+#: The claims of the abstract and of the experiments, and the items that speak to them.
+CLAIMS: Sequence[tuple[str, tuple[str, ...]]] = (
+    ("Label correlations of clients drift away from the global structure.", ("fig1",)),
+    (
+        "Label correlations are sparse and in blocks, and clustering finds the blocks.",
+        ("fig2", "algorithm1"),
+    ),
+    ("The consensus teacher corrects what clients learn.", ("table5/Part A", "fig4")),
+    ("Weighing clients by size and correlation quality helps.", ("table5/Part B",)),
+    (
+        "The accelerated (block-wise) optimisation converges faster.",
+        ("theorem1", "table2"),
+    ),
+    ("It does so without a loss of accuracy.", ("theorem2", "table3", "table4")),
+    ("FedHarmony outperforms all other methods.", ("table1", "fig3")),
+    ("It is robust to label skew.", ("fig6",)),
+    ("It is robust to participation and to the number of clients.", ("fig5",)),
+)
+
+
+def text(results: Sequence[Mapping[str, Any]]) -> str:
+    """The whole page."""
+    commands = "\n".join(f"fedharmony reproduce all --scale {r['scale']}" for r in results)
+    parts = [HEAD.format(commands=commands), *_runs(results), *_claims(results)]
+    for item in all_items():
+        parts += _item(item.name, results)
+    return "\n".join(parts).rstrip() + "\n"
+
+
+def _found(results: Sequence[Mapping[str, Any]], name: str) -> Iterator[tuple[str, Any]]:
+    """Scale and content of an item, wherever it was run."""
+    for result in results:
+        for content in result["items"]:
+            if content["item"] == name:
+                yield result["scale"], content
+
+
+def _runs(results: Sequence[Mapping[str, Any]]) -> Iterator[str]:
+    yield "| scale | data | items | runs | machine | all rounds, clocked |"
+    yield "|:--|:--|--:|--:|:--|--:|"
+    for result in results:
+        names = {study.name: study.title for study in SCALES[result["scale"]].studies}
+        data = "; ".join(dict.fromkeys(names[c["study"]] for c in result["items"]))
+        cells = (
+            *(result["scale"], data, str(len(result["items"])), str(result["runs"])),
+            *("; ".join(result["machines"]), duration(result["seconds"])),
+        )
+        yield f"| {' | '.join(cells)} |"
+    yield ""
+
+
+def _claims(results: Sequence[Mapping[str, Any]]) -> Iterator[str]:
+    yield "## The claims\n"
+    yield f"| the paper claims | {' | '.join(str(r['scale']) for r in results)} |"
+    yield f"|:--|{':--|' * len(results)}"
+    for claim, names in CLAIMS:
+        cells = []
+        for result in results:
+            said = [
+                f"[{_short(content['title'])}](#{_anchor(content['title'])}) {_said(content, part)}"
+                for item, _, part in (name.partition("/") for name in names)
+                for _, content in _found([result], item)
+            ]
+            cells.append("; ".join(said) or "not run")
+        yield f"| {claim} | {' | '.join(cells)} |"
+    yield ""
+
+
+def _said(content: Mapping[str, Any], part: str) -> str:
+    """The verdict of an item, or of a part of its claim."""
+    if not part:
+        return str(content["verdict"])
+    said = str(content["more"][part]).rstrip(".")
+    return f"{said[:1].lower()}{said[1:]}"
+
+
+def _item(name: str, results: Sequence[Mapping[str, Any]]) -> Iterator[str]:
+    found = list(_found(results, name))
+    if not found:
+        return
+    _, first = found[0]
+    yield f"## {first['title']}\n\n**The paper:** {first['claim']}\n\n**Rule:** {first['rule']}\n"
+    for scale, content in found:
+        title = next(s.title for s in SCALES[scale].studies if s.name == content["study"])
+        word = content["verdict"]
+        yield f"### {_short(first['title'])}, scale {scale}: {title}\n"
+        yield f"**{word[:1].upper()}{word[1:]}:** {content['why']}\n"
+        yield from (f"{part}: {said}\n" for part, said in content["more"].items())
+        for grid in map(Grid.read, content["grids"]):
+            yield f"{grid.title}:\n\n{grid.to_markdown()}\n"
+            if grid.note:
+                yield f"{grid.note}\n"
+
+
+def _short(title: str) -> str:
+    return title.partition(":")[0]
+
+
+def _anchor(title: str) -> str:
+    """The name of a heading in links.
+
+    >>> _anchor("Fig. 6: label skew γ")
+    'fig-6-label-skew-γ'
+    """
+    kept = "".join(c for c in title.lower() if c.isalnum() or c in " -_")
+    return kept.replace(" ", "-")
+
+
+def load(folder: Path) -> list[Mapping[str, Any]]:
+    """The results in a folder, by scale."""
+    files = [folder / f"{name}.json" for name in SCALES]
+    return [json.loads(file.read_text("utf-8")) for file in files if file.is_file()]
+
+
+if __name__ == "__main__":
+    source, target = map(Path, sys.argv[1:])
+    write_atomically(target, text(load(source)).encode())

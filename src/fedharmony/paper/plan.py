@@ -1,0 +1,207 @@
+"""Which runs a reproduction is made of, which of them are there, and carrying out the others.
+
+All items of a study share the folder ``STUDY/runs``, where a run lies under the name of its part
+(the point of the settings), its method and its seed. A run that is there counts wherever its data
+and weights lay: a folder that was filled on another machine, even without checkpoints, is taken as
+it is.
+"""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Callable, Iterable, Mapping, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+
+from fedharmony.data.base import DataSet
+from fedharmony.errors import CheckpointError, ConfigError, DataError, nearest
+from fedharmony.experiments.build import Observer
+from fedharmony.experiments.compare import Planned, carry_out, rehearse
+from fedharmony.experiments.folder import RunFolder, folder_name, make_folder
+from fedharmony.experiments.jobs import Workers
+from fedharmony.experiments.machine import with_threads
+from fedharmony.experiments.settings import Settings, load_settings
+from fedharmony.files import refuse_if_held
+from fedharmony.paper.item import Bench, Found, Item, Measured, concerns
+from fedharmony.paper.scale import Part, Scale, Study
+from fedharmony.reading import is_there
+from fedharmony.report.load import RunView, load_run
+
+RUNS, MEASURED = "runs", "measured.json"
+
+
+@dataclass(frozen=True)
+class Place:
+    """A run of a reproduction.
+
+    Attributes:
+        part: the point of the settings.
+        method: as parts name it.
+        run: its settings and folder.
+    """
+
+    part: Part
+    method: str
+    run: Planned
+
+    @property
+    def title(self) -> str:
+        """For progress."""
+        return f"{self.part.name} {self.run.label} seed {self.run.seed}"
+
+
+@dataclass(frozen=True)
+class Job:
+    """One study of a reproduction: what is asked, and where it lies.
+
+    Attributes:
+        scale: of the experiments.
+        study: the data set.
+        home: the folder of the study.
+        changes: the user's paths and device, as settings.
+        jobs: runs at once.
+    """
+
+    scale: Scale
+    study: Study
+    home: Path
+    changes: tuple[str, ...] = ()
+    jobs: int = 1
+
+    def places(self, asked: Iterable[Item]) -> list[Place]:
+        """The runs of all items, each once, in the order in which items ask for them."""
+        found: dict[Path, Place] = {}
+        for item in asked:
+            for part in item.parts(self.study) if concerns(item, self.study) else ():
+                settings = self._settings(part)
+                for method in part.methods:
+                    for seed in range(part.seeds):
+                        run = self._planned(part, settings.with_run(method, seed))
+                        found.setdefault(run.folder.path, Place(part, method, run))
+        return list(found.values())
+
+    def _settings(self, part: Part) -> Settings:
+        changes = [*self.study.changes, *part.changes, *self.changes]
+        return with_threads(load_settings(self.study.config, changes), self.jobs)
+
+    def _planned(self, part: Part, settings: Settings) -> Planned:
+        place = (
+            self.home / RUNS / part.name / folder_name(settings.label) / f"seed-{settings.run.seed}"
+        )
+        return Planned(settings, RunFolder(place))
+
+    def found(self, item: Item) -> Found | None:
+        """What an item can be shown from; None while a run, or what it measures, is missing."""
+        views: dict[tuple[str, str, int], RunView] = {}
+        for place in self.places([item]):
+            if place.run.results is None:
+                return None
+            key = place.part.name, place.method, place.run.seed
+            views[key] = load_run(place.run.folder.path)
+        measured = self.measured(item)
+        return None if measured is None else Found(self.scale, self.study, views, measured)
+
+    def measured(self, item: Item) -> Measured | None:
+        """What was measured for an item; None if it has not been measured yet."""
+        if not item.measures:
+            return {}
+        content = RunFolder(self.home / item.name).read_json(MEASURED)
+        return content if isinstance(content, dict) else None
+
+    def measure(self, item: Item) -> None:
+        """Measure what is not there yet."""
+        if self.measured(item) is None:
+            make_folder(self.home / item.name)
+            measured = item.measure(Bench(self.scale, self.study, self.changes))
+            RunFolder(self.home / item.name).write_json(MEASURED, measured)
+
+
+def refuse_other_runs(places: Sequence[Place]) -> None:
+    """Refuse folders that hold other runs than planned, or that another process writes to."""
+    for place in places:
+        folder = place.run.folder
+        refuse_if_held(folder.path)
+        if folder.holds_run() and identity(folder.open()) != identity(place.run.settings):
+            raise CheckpointError(
+                f"{folder.path} holds a run with other settings than {place.title} needs. Choose "
+                "another folder with --out, or remove that one."
+            )
+
+
+def identity(settings: Settings) -> str:
+    """What a run computes, wherever its data and weights lie."""
+    tree = {k: v for k, v in settings.tree().items() if k not in ("engine", "tune")}
+    tree["data"] = {k: v for k, v in tree["data"].items() if k != "path"}
+    tree["model"] = {k: v for k, v in tree["model"].items() if k != "weights"}
+    tree["run"] = {k: v for k, v in tree["run"].items() if k not in ("track", "plugins")}
+    tree["methods"] = tree["methods"].get(settings.method_name, {})
+    return json.dumps(tree, sort_keys=True)
+
+
+def unfinished(places: Sequence[Place]) -> list[Place]:
+    """The runs that are still to be carried out."""
+    return [place for place in places if place.run.results is None]
+
+
+def rehearsed(places: Sequence[Place], observe: Observer) -> dict[str, DataSet]:
+    """Build what all unfinished runs are made of; the data by their settings.
+
+    Whatever cannot work is refused here, before the first run starts.
+    """
+    loaded: dict[str, DataSet] = {}
+    parts: dict[str, list[Planned]] = {}
+    for place in unfinished(places):
+        parts.setdefault(place.part.name, []).append(place.run)
+    for runs in parts.values():
+        kind = repr(runs[0].settings.data)
+        loaded[kind] = rehearse(runs, observe, loaded.get(kind))
+    return loaded
+
+
+def execute(
+    places: Sequence[Place],
+    data: Mapping[str, DataSet],
+    observer: Callable[[int, Place], Observer],
+    workers: Workers | None,
+) -> None:
+    """Carry out what is not finished, one after the other or in several processes."""
+    if workers is not None:
+        workers.execute([p.run for p in places], lambda i, run: observer(i, places[i]))
+        return
+    for i, place in enumerate(places):
+        if place.run.results is None:
+            carry_out(place.run, observer(i, place), data[repr(place.run.settings.data)])
+
+
+def paths_of(scale: Scale, given: Sequence[str]) -> dict[str, str]:
+    """The data of each study, from ``--data NAME=PATH``, or ``PATH`` where there is one study."""
+    names = [study.name for study in scale.studies if study.needs]
+    found: dict[str, str] = {}
+    for text in given:
+        name, equals, path = text.partition("=")
+        if not equals or is_there(text):
+            if len(names) != 1:
+                known = ", ".join(f"{n}=PATH" for n in names) or "no data"
+                raise ConfigError(
+                    f"--data {text}: the scale {scale.name!r} takes {known}. Say which it is."
+                )
+            name, path = names[0], text
+        if name not in names:
+            raise ConfigError(
+                f"--data {text}: the scale {scale.name!r} has no data set {name!r}. "
+                f"{nearest(name, names)}"
+            )
+        if not is_there(path):
+            raise DataError(f"--data {text}: there is nothing at {path}. Check the path.")
+        found[name] = str(Path(path).resolve())
+    return found
+
+
+def seconds(item: Item, scale: Scale) -> float:
+    """The time of an item by itself on the scale's machine, about."""
+    total = 0.0
+    for study in scale.studies:
+        if concerns(item, study):
+            runs = sum(p.cost * len(p.methods) * p.seeds for p in item.parts(study))
+            total += runs * study.seconds / scale.at_once + item.measuring
+    return total

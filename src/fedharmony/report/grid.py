@@ -1,0 +1,103 @@
+"""Tables of text: the same cells as Markdown, CSV, LaTeX and, in the report, HTML."""
+
+from __future__ import annotations
+
+import csv
+import io
+from collections.abc import Mapping, Sequence
+from dataclasses import asdict, dataclass
+from typing import Any
+
+from fedharmony.report.tables import escape_latex
+
+
+@dataclass(frozen=True)
+class Grid:
+    """A table.
+
+    Attributes:
+        title: what it is of.
+        headings: of the columns; the first names the rows.
+        rows: cells as printed.
+        note: what a reader must know.
+
+    >>> print(Grid("Sums", ("a", "b"), (("1", "2"),)).to_markdown())
+    | a | b |
+    |:--|--:|
+    | 1 | 2 |
+    """
+
+    title: str
+    headings: tuple[str, ...]
+    rows: tuple[tuple[str, ...], ...]
+    note: str = ""
+
+    def __post_init__(self) -> None:
+        """Refuse rows of another length than the headings."""
+        assert all(len(row) == len(self.headings) for row in self.rows), self.title
+
+    @classmethod
+    def read(cls, content: Mapping[str, Any]) -> Grid:
+        """A table as :meth:`as_dict` gives it, after a way through JSON."""
+        rows = tuple(tuple(map(str, row)) for row in content["rows"])
+        return cls(content["title"], tuple(content["headings"]), rows, content["note"])
+
+    def as_dict(self) -> dict[str, Any]:
+        """Plain values."""
+        return asdict(self)
+
+    def to_markdown(self) -> str:
+        """A Markdown table."""
+        plain = [[cell.replace("|", r"\|") for cell in row] for row in (self.headings, *self.rows)]
+        lines = [f"| {' | '.join(row)} |" for row in plain]
+        lines.insert(1, "|:--|" + "--:|" * (len(self.headings) - 1))
+        return "\n".join(lines)
+
+    def to_csv(self) -> str:
+        """Headings and cells."""
+        text = io.StringIO()
+        csv.writer(text, lineterminator="\n").writerows([self.headings, *self.rows])
+        return text.getvalue()
+
+    def to_latex(self) -> str:
+        r"""A ``tabular`` in the style of booktabs."""
+        rows = [" & ".join(map(escape_latex, row)) + r" \\" for row in (self.headings, *self.rows)]
+        return "\n".join(
+            [
+                f"% {self.title}",
+                rf"\begin{{tabular}}{{l{'r' * (len(self.headings) - 1)}}}",
+                r"\toprule",
+                rows[0],
+                r"\midrule",
+                *rows[1:],
+                r"\bottomrule",
+                r"\end{tabular}",
+                *([f"% {self.note}"] if self.note else []),
+                "",
+            ]
+        )
+
+
+def signed(value: float, digits: int = 1) -> str:
+    """A difference with its sign; nothing to tell apart from zero is 0.
+
+    >>> signed(1.26), signed(-0.04), signed(-2.0)
+    ('+1.3', '0.0', '−2.0')
+    """
+    text = f"{value:+.{digits}f}"
+    return text[1:] if not text.strip("+-0.") else text.replace("-", "−")
+
+
+def spread(values: Sequence[float], digits: int = 1) -> str:
+    """Mean and sample standard deviation; of one value the value, of none a dash.
+
+    >>> spread([1.0, 3.0]), spread([2.0]), spread([])
+    ('2.0 ± 1.4', '2.0', '–')
+    """
+    if not values:
+        return "–"
+    mean = sum(values) / len(values)
+    if len(values) == 1:
+        return f"{mean:.{digits}f}"
+    variance = sum((value - mean) ** 2 for value in values) / (len(values) - 1)
+    return f"{mean:.{digits}f} ± {variance**0.5:.{digits}f}"

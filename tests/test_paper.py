@@ -1,0 +1,451 @@
+"""The paper item by item: its numbers, shared runs, verdicts, and what is written."""
+
+from __future__ import annotations
+
+import json
+import math
+from dataclasses import replace
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+import torch
+
+from fake_run import write_fake_run
+from fedharmony.correlation import pair_mask
+from fedharmony.errors import CheckpointError, ConfigError, DataError
+from fedharmony.experiments import run as runs
+from fedharmony.experiments.scores import Scores, save_scores
+from fedharmony.metrics import METRIC_NAMES
+from fedharmony.paper import output, page, plan
+from fedharmony.paper import scale as scales
+from fedharmony.paper.item import Item, all_items, items
+from fedharmony.paper.items.fig1 import qualities
+from fedharmony.paper.items.fig3 import errors
+from fedharmony.paper.items.table2 import matrix_form, pair_loop
+from fedharmony.paper.items.tables34 import exact_p, printed_differences, signed_ranks
+from fedharmony.paper.published import NAMES, row, rows
+from fedharmony.paper.scale import DEMO, PAPER, SCALES, Scale, Study
+from fedharmony.paper.verdict import Gap, decide
+from fedharmony.report.load import load_run
+from test_cli import refuse, succeed
+
+ROOT = Path(__file__).parents[1]
+TINY = (
+    *("data.train=60", "data.test=30", "split.clients=3", "split.name=iid", "run.rounds=2"),
+    *("model.width=8", "model.depth=1", "model.heads=2", "train.epochs=1", "engine.threads=1"),
+)
+
+
+# -- what the paper prints ------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize(
+    ("table", "where", "column", "value"),
+    [
+        ("table1", {"data": "FLAIR", "method": "FedHarmony"}, "mAP", "51.0"),
+        ("table1", {"data": "COCO-80", "method": "FedNova"}, "CR", "49.0"),
+        ("table1", {"data": "VOC2007", "method": "FedNova"}, "OP", "94.9"),
+        ("table1", {"data": "VOC2007", "method": "FedRDN"}, "OF1", "67.7"),
+        ("table2", {"data": "FLAIR", "round": "10"}, "no block seconds", str(56 * 60 + 19)),
+        ("table2", {"data": "VOC2007", "round": "1"}, "block seconds", str(60 + 32)),
+        ("table3", {"data": "FLAIR", "variant": "Block-Optimized"}, "O-mAP", "83.8"),
+        ("table4", {"data": "VOC2007"}, "W", "0.0"),
+        ("table5", {"data": "COCO-80", "variant": "A+B"}, "CP", "73.8"),
+        ("table5", {"data": "FLAIR", "variant": "A"}, "OR", "73.3"),
+    ],
+)
+def test_printed_cells(table: str, where: dict[str, str], column: str, value: str) -> None:
+    found = row(table, **where)
+    assert found is not None
+    assert found[column] == value
+    assert found["source"].startswith(f"Table {table[-1]}, ")
+
+
+@pytest.mark.parametrize("table", ["table1", "table5"])
+def test_printed_f1_are_harmonic_means(table: str) -> None:
+    """CF1 = 2 · CP · CR / (CP + CR), and OF1 alike: a misread cell would show."""
+    assert len(rows(table)) == {"table1": 24, "table5": 6}[table]
+    for printed in rows(table):
+        for kind in "CO":
+            p, r, f1 = (float(printed[f"{kind}{name}"]) for name in ("P", "R", "F1"))
+            assert abs(2 * p * r / (p + r) - f1) < 0.11, printed["source"]
+
+
+def test_printed_savings_are_those_of_the_text() -> None:
+    """28.3 % on FLAIR and 31.7 % on VOC2007, over ten rounds."""
+    for data, share in (("FLAIR", 0.283), ("VOC2007", 0.317)):
+        last = row("table2", data=data, round="10")
+        assert last is not None
+        saved = 1 - float(last["block seconds"]) / float(last["no block seconds"])
+        assert saved == pytest.approx(share, abs=5e-4)
+
+
+# -- numbers --------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("w", range(19))
+def test_exact_p_is_scipys(w: int) -> None:
+    """Eight differences of sizes 1 to 8, of which those whose ranks add up to W are negative."""
+    ranks, left = list(range(8, 0, -1)), w
+    negative = set()
+    for rank in ranks:
+        if rank <= left:
+            negative.add(rank)
+            left -= rank
+    assert not left
+    differences = [-float(r) if r in negative else float(r) for r in ranks]
+    statistic, p = signed_ranks(differences)
+    assert statistic == w
+    assert exact_p(w) == pytest.approx(p)
+
+
+def test_the_printed_w_and_p_contradict_each_other() -> None:
+    for printed in rows("table4"):
+        assert abs(exact_p(float(printed["W"])) - float(printed["p"])) > 0.1
+    assert signed_ranks(printed_differences("FLAIR")) == (3.0, pytest.approx(0.0390625))
+    assert printed_differences("VOC2007") == []
+
+
+def test_a_loop_over_pairs_is_the_matrix_form() -> None:
+    """Two labels that exclude each other: R = −1, and (−1 − 0.5)² = 2.25."""
+    scores, teacher = torch.tensor([[0.0, 1.0], [1.0, 0.0]]), torch.full((2, 2), 0.5)
+    assert float(pair_loop(scores, teacher, [(0, 1)])) == pytest.approx(2.25, rel=1e-4)
+    generator = torch.Generator().manual_seed(1)
+    scores = torch.rand(16, 6, generator=generator, dtype=torch.float64)
+    teacher = torch.rand(6, 6, generator=generator, dtype=torch.float64)
+    teacher = (teacher + teacher.T) / 2
+    clusters = torch.tensor([0, 0, 0, 1, 1, -1])
+    pairs = [(0, 1), (0, 2), (1, 2), (3, 4)]
+    expected = matrix_form(scores, teacher, pair_mask(clusters))
+    torch.testing.assert_close(pair_loop(scores, teacher, pairs), expected)
+
+
+def test_gaps_and_verdicts() -> None:
+    """Of 1, 2, 3 the interval is 2 ± 4.303 · 1 / √3 = −0.48 to 4.48."""
+    gap = Gap.of([1.0, 2.0, 3.0])
+    assert (gap.low, gap.high) == (pytest.approx(-0.484, abs=1e-3), pytest.approx(4.484, abs=1e-3))
+    assert not gap.above(0)
+    assert gap.above(-0.5)
+    assert not gap.below(4.4)
+    one = Gap.of([5.0])
+    assert not one.above(0)
+    assert not one.below(9)
+    assert "one pair" in str(one)
+    words = [decide(yes, no, "", "").word for yes, no in ((1, 0), (0, 1), (0, 0))]
+    assert words == ["reproduced", "not reproduced", "cannot be decided"]
+    with pytest.raises(AssertionError):
+        decide(True, True, "", "")
+
+
+# -- which runs there are -------------------------------------------------------------------------
+
+
+def job(home: Path, study: Study | None = None, **more: Any) -> plan.Job:
+    return plan.Job(DEMO, study or DEMO.studies[0], home, **more)
+
+
+def named(*names: str) -> list[Item]:
+    return [items[name]() for name in names]
+
+
+def test_items_share_their_runs(tmp_path: Path) -> None:
+    """Eight methods on three seeds; A and A+B come on top; blocks, maps and images need no more."""
+    first = job(tmp_path).places(named("table1"))
+    assert len(first) == 24
+    assert len(job(tmp_path).places(named("table1", "table5"))) == 30
+    every = job(tmp_path).places(
+        named("table1", "table3", "table4", "table5", "fig1", "fig2", "fig3", "fig4", "algorithm1")
+    )
+    assert len(every) == 30
+    gammas = job(tmp_path).places(named("table1", "fig6"))
+    assert len(gammas) == 24 + 2 * 3 * 2  # γ = 0.25 is the base
+    folders = [place.run.folder.path for place in every]
+    assert len(set(folders)) == len(folders)
+    assert tmp_path / "runs/base/fedlgt-randtext/seed-2" in folders
+
+
+def test_every_item_is_planned_at_every_scale(tmp_path: Path) -> None:
+    """Settings are read and checked; no data are."""
+    every = all_items()
+    assert len(every) == 14
+    for scale in SCALES.values():
+        for study in scale.studies:
+            places = plan.Job(scale, study, tmp_path / study.name).places(every)
+            assert len(places) == 2 if study.only else len(places) >= 30
+            for place in places:
+                assert place.run.settings.run.seed < 3
+    (voc, coco, flair) = PAPER.studies
+    assert not items["fig6"]().fits(flair)
+    settings = plan.Job(PAPER, voc, tmp_path).places(named("table1"))[0].run.settings
+    assert (settings.train.lr, settings.train.batch_size, settings.train.epochs) == (1e-4, 16, 5)
+    assert settings.run.rounds == 50
+    assert coco.beside == "COCO-80"
+
+
+def test_a_run_counts_wherever_its_data_lay(tmp_path: Path) -> None:
+    study = SCALES["small"].studies[0]
+    here = plan.Job(SCALES["small"], study, tmp_path, ("data.path='/a/b.tar'",))
+    there = plan.Job(SCALES["small"], study, tmp_path, ("model.weights='/c.safetensors'",))
+    one, two = (j.places(named("fig2"))[0].run for j in (here, there))
+    assert one.settings.sha256() != two.settings.sha256()
+    assert plan.identity(one.settings) == plan.identity(two.settings)
+    one.folder.path.mkdir(parents=True)
+    one.folder.create(one.settings)
+    plan.refuse_other_runs(there.places(named("fig2")))
+    other = replace(study, changes=("train.lr=0.5",))
+    with pytest.raises(CheckpointError, match="other settings than base fedavg seed 0"):
+        plan.refuse_other_runs(plan.Job(SCALES["small"], other, tmp_path).places(named("fig2")))
+
+
+def test_paths_of_data(tmp_path: Path) -> None:
+    (tmp_path / "voc").mkdir()
+    voc = str(tmp_path / "voc")
+    assert plan.paths_of(SCALES["small"], [voc]) == {"voc2012": voc}
+    assert plan.paths_of(PAPER, [f"voc2007={voc}"]) == {"voc2007": voc}
+    with pytest.raises(ConfigError, match="Say which it is"):
+        plan.paths_of(PAPER, [voc])
+    with pytest.raises(ConfigError, match="no data set 'vok'"):
+        plan.paths_of(PAPER, [f"vok={voc}"])
+    with pytest.raises(DataError, match="nothing at"):
+        plan.paths_of(SCALES["small"], ["/nowhere"])
+    with pytest.raises(ConfigError, match="takes no data"):
+        plan.paths_of(DEMO, [voc])
+
+
+# -- what is shown of finished runs ---------------------------------------------------------------
+
+
+def fill(home: Path) -> plan.Job:
+    """All runs of the demo scale, made up, and what would be measured."""
+    made = job(home)
+    rng = np.random.default_rng(0)
+    labels = (rng.random((50, 20)) < 0.2).astype(np.uint8)
+    for place in made.places(all_items()):
+        folder, label = place.run.folder.path, place.run.label
+        method = place.method.partition(":")[0]
+        write_fake_run(folder, method=method, label=label, seed=place.run.seed, rounds=4)
+        classes = tuple(load_run(folder).classes)
+        noisy = np.clip(labels + rng.normal(0, 0.4, labels.shape), 0, 1).astype(np.float16)
+        scores = Scores(noisy, labels, tuple(map(str, range(50))), classes)
+        save_scores(folder, scores, 10**6)
+    square = np.eye(4).tolist()
+    measured = {
+        "fig1": {
+            "labels": list("abcd"),
+            "sizes": [30] * 19 + [90],
+            "apart": [0.1] * 20,
+            "drift": 0.2,
+            "floor": 0.1,
+            "whole": square,
+            "drawn": {"0": square, "19": [[None] * 4] * 4},
+        },
+        "fig5": {"peak_mb": {f"{n:,}": 900.0 for n in scales.CROWDS}},
+        "table2": {
+            "kind": "seconds",
+            "machine": "abacus",
+            "rounds": {"block": [[1.0] * 10] * 2, "no block": [[1.26] * 10] * 2},
+            "steps": {
+                "17": {
+                    **{"pairs": 136.0, "block pairs": 24.0, "loop": 0.02},
+                    **{"loop blocks": 0.004, "matrix": 1e-4, "matrix blocks": 1e-4},
+                }
+            },
+        },
+    }
+    for name, content in measured.items():
+        (home / name).mkdir()
+        (home / name / "measured.json").write_text(json.dumps(content))
+    return made
+
+
+@pytest.fixture(scope="module")
+def shown(tmp_path_factory: pytest.TempPathFactory) -> dict[str, output.Outcome]:
+    made = fill(tmp_path_factory.mktemp("paper") / "digits")
+    found = output.outcomes([made], all_items())
+    output.write(made.home.parent, "demo", found, "fedharmony reproduce all")
+    return {outcome.item.name: outcome for outcome in found}
+
+
+def test_every_item_is_shown(shown: dict[str, output.Outcome]) -> None:
+    assert list(shown) == [item.name for item in all_items()]
+    home = next(iter(shown.values())).job.home.parent
+    text = (home / "report.html").read_text()
+    for name, outcome in shown.items():
+        verdict = outcome.shown.verdict
+        assert outcome.item.title in text
+        assert verdict.why[-1] == "."
+        assert outcome.shown.grids, name
+        table = (outcome.folder / "table.md").read_text()
+        assert verdict.why in table
+        assert r"\toprule" in (outcome.folder / "table.tex").read_text()
+    results = json.loads((home / "results.json").read_text())
+    assert [content["item"] for content in results["items"]] == list(shown)
+    assert "reproduced" in text
+
+
+@pytest.mark.parametrize("name", ["table1", "table2", "table3", "table4", "table5"])
+def test_the_papers_numbers_stand_beside(name: str, shown: dict[str, output.Outcome]) -> None:
+    cells = {cell for grid in shown[name].shown.grids for r in grid.rows for cell in r}
+    expected = {
+        "table1": ("86.9", "94.9", "+15.6"),  # FLAIR: 51.0 − 35.4
+        "table2": ("3,379.0", "28.3%"),
+        "table3": ("−1.9", "+1.9"),
+        "table4": ("0.547", "0.008"),
+        "table5": ("+6.1", "+11.0", "71.2"),
+    }
+    assert cells >= set(expected[name])
+
+
+def test_figures_are_files_and_nothing_is_written_twice(shown: dict[str, output.Outcome]) -> None:
+    outcome = shown["fig4"]
+    figures = sorted(outcome.folder.glob("figure-*.svg"))
+    assert len(figures) == 1 + len(NAMES) + 1
+    assert figures[0].read_text().startswith("<svg")
+    home = outcome.job.home.parent
+    before = {p: p.stat().st_mtime_ns for p in home.rglob("*") if p.is_file()}
+    again = output.outcomes([outcome.job], all_items())
+    output.write(home, "demo", again, "fedharmony reproduce all")
+    assert {p: p.stat().st_mtime_ns for p in home.rglob("*") if p.is_file()} == before
+
+
+def test_an_item_without_all_of_its_runs_is_not_shown(tmp_path: Path) -> None:
+    made = job(tmp_path)
+    for place in made.places(named("fig2", "algorithm1"))[:2]:
+        method = place.method
+        write_fake_run(place.run.folder.path, method=method, seed=place.run.seed, rounds=2)
+    assert made.found(named("fig2")[0]) is not None
+    assert made.found(named("algorithm1")[0]) is None
+    assert made.found(named("table2")[0]) is None  # not measured
+    names = [o.item.name for o in output.outcomes([made], all_items())]
+    assert names == ["fig2", "theorem1", "theorem2"]
+
+
+def test_verdict_of_table_2(shown: dict[str, output.Outcome]) -> None:
+    """1 − 10 / 12.6 = 21 % is reproduced, 1 − 10 / 10.5 = 5 % is not."""
+    assert shown["table2"].shown.verdict.word == "reproduced"
+    item = shown["table2"].item
+    slow = json.loads(json.dumps(shown["table2"].found.measured))
+    slow["rounds"]["no block"] = [[1.05] * 10] * 2
+    found = replace(shown["table2"].found, measured=slow)
+    assert item.show(found).verdict.word == "not reproduced"
+
+
+def test_qualities_are_weights_of_rounds_by_quality_alone(tmp_path: Path) -> None:
+    """Client 0: 0.6 · 2 in one round, 0.2 · 4 in another: 1.0 on average; client 9 never."""
+    run = load_run(write_fake_run(tmp_path / "run", rounds=2, clients=10))
+    events = (
+        {"log": {"alpha": 0.0}, "weights": {"0": 0.6, "1": 0.4}},
+        {"log": {"alpha": 0.0}, "weights": {"0": 0.2, "1": 0.2, "2": 0.3, "3": 0.3}},
+        {"log": {"alpha": 0.5}, "weights": {"9": 1.0}},
+    )
+    found = qualities(replace(run, rounds=events), 10)
+    assert found[:4] == pytest.approx([1.0, 0.8, 1.2, 1.2])
+    assert math.isnan(found[9])
+
+
+def test_errors_per_100_images(tmp_path: Path) -> None:
+    """Of two images one label is missed and none is wrong; threshold 0.5."""
+    folder = write_fake_run(tmp_path / "run", rounds=1, classes=2)
+    scores = np.array([[0.9, 0.1], [0.2, 0.3]], np.float16)
+    labels = np.array([[1, 0], [1, 0]], np.uint8)
+    save_scores(folder, Scores(scores, labels, ("0", "1"), load_run(folder).classes), 100)
+    assert errors(load_run(folder)) == (0.0, 50.0)
+
+
+# -- the command ----------------------------------------------------------------------------------
+
+
+@pytest.fixture
+def tiny(monkeypatch: pytest.MonkeyPatch) -> Scale:
+    study = replace(DEMO.studies[0], changes=TINY, gamma="", gammas=(), shares=(), crowd=None)
+    scale = replace(DEMO, studies=(study,))
+    monkeypatch.setattr(scales, "SCALES", {"demo": scale})
+    return scale
+
+
+def test_the_list(tmp_path: Path, tiny: Scale) -> None:
+    shown = succeed(tmp_path, "reproduce")
+    for item in all_items():
+        assert item.name in shown
+    assert "two CPU cores" in shown
+
+
+def test_what_was_asked_is_run_once(
+    tmp_path: Path, tiny: Scale, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """A run, cut short after it began, goes on; what is finished is not run again."""
+    command = ["reproduce", "fig2", "theorem2", "--out", "out"]
+
+    def stop(*args: Any, **options: Any) -> Any:
+        raise CheckpointError("The power went out.")
+
+    with monkeypatch.context() as patch:
+        patch.setattr(runs, "_rounds", stop)
+        assert "The power went out" in refuse(tmp_path, *command, "--quiet")
+    folder = tmp_path / "out/digits/runs/base/fedavg/seed-0"
+    assert (folder / "config.toml").is_file()
+    assert not (folder / "results.json").exists()
+    shown = succeed(tmp_path, *command)
+    assert "1 runs in all, 0 finished" in shown
+    assert "Fig. 2" in shown
+    assert (folder / "results.json").is_file()
+    assert (tmp_path / "out/digits/fig2/figure-1.svg").is_file()
+    before = (tmp_path / "out/report.html").stat().st_mtime_ns
+    with monkeypatch.context() as patch:
+        patch.setattr(runs, "_rounds", stop)
+        assert "1 runs in all, 1 finished" in succeed(tmp_path, *command)
+    assert (tmp_path / "out/report.html").stat().st_mtime_ns == before
+    assert "done" in succeed(tmp_path, "reproduce", "--out", "out")
+
+
+def test_run_folders_from_elsewhere_need_no_data(tmp_path: Path, tiny: Scale) -> None:
+    """Without a checkpoint, as runs are brought back from another machine."""
+    command = ["reproduce", "fig2", "--out", "out", "--quiet"]
+    shown = succeed(tmp_path, *command)
+    folder = tmp_path / "out/digits/runs/base/fedavg/seed-0"
+    (folder / "checkpoint.safetensors").unlink()
+    (folder / "partition.json").unlink()
+    assert succeed(tmp_path, *command) == shown
+
+
+def test_measuring(tmp_path: Path, tiny: Scale) -> None:
+    succeed(tmp_path, "reproduce", "fig1", "--out", "out", "--quiet")
+    known = json.loads((tmp_path / "out/digits/fig1/measured.json").read_text())
+    assert len(known["sizes"]) == 3
+    assert sum(known["sizes"]) == 60
+    assert len(known["drawn"]) == 3
+    whole = np.array(known["whole"], dtype=float)
+    assert whole.shape == (20, 20)
+    assert np.isnan(np.diag(whole)).all()
+
+
+@pytest.mark.parametrize(
+    ("command", "words"),
+    [
+        (["reproduce", "tabel1"], "Did you mean 'table1'"),
+        (["reproduce", "all", "--scale", "huge"], "no such scale"),
+        (["reproduce", "table1", "--scale", "small"], "24 runs are still to be done"),
+        (["reproduce", "all", "--scale", "paper", "--data", "x"], "Say which it is"),
+    ],
+)
+def test_what_is_refused(command: list[str], words: str, tmp_path: Path) -> None:
+    assert words in refuse(tmp_path, *command)
+    assert not list(tmp_path.iterdir())
+
+
+# -- the page -------------------------------------------------------------------------------------
+
+
+def test_the_page_is_what_the_results_say() -> None:
+    results = page.load(ROOT / "benchmarks" / "results" / "paper")
+    assert results[0]["scale"] == "demo"
+    assert (ROOT / "docs" / "paper.md").read_text("utf-8") == page.text(results)
+
+
+def test_every_claim_points_to_items() -> None:
+    known = {item.name for item in all_items()}
+    named_by_claims = {name.partition("/")[0] for _, names in page.CLAIMS for name in names}
+    assert named_by_claims == known
+    assert set(METRIC_NAMES) < set(rows("table1")[0])
