@@ -120,6 +120,7 @@ class Toy:
             loss=self.loss,
             average=self.federation.average,
             robust=self.federation.averaging,
+            server_sees=self.federation.server_sees,
             unknown_labels=self.data.known is not None,
         )
         cls = self.method_class or methods[self.name]

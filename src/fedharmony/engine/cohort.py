@@ -15,6 +15,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from fedharmony.aggregate import NUMBERS
 from fedharmony.data.augment import AugmentSettings
 from fedharmony.data.base import LabelledImages
 from fedharmony.engine.clients import ClientData
@@ -94,6 +95,9 @@ class Cohort:
         ``plain`` takes the plain path this once.
         """
         trainer, sweeper = self._plain if plain else (self.trainer, self.sweeper)
+        if self.method.task.sums:
+            views = {k: self.data.view(k, round) for k in messages}
+            messages = {k: self.method.received(views[k], m) for k, m in messages.items()}
         clients, sweep = self.data.by_size(messages), stage.sweep
         results: list[dict[str, Mapping[str, Tensor]]] = [{} for _ in clients]
         scalars: list[dict[str, float]] = [{} for _ in clients]
@@ -139,6 +143,17 @@ class Cohort:
             if kept:
                 self.data.memory.write(k, round, kept)
         return [replies[k] for k in messages]
+
+    def share(self, round: int, message: Record, reply: Reply) -> Reply:
+        """What leaves a client where the server sees sums: its share, with numbers for events."""
+        view, n = self.data.view(reply.client, round), reply.examples
+        share = self.method.share(round, view, message, reply)
+        scalars = reply.record.scalars
+        loss, rows = (float(scalars.get(name, 0.0)) for name in ("loss", "rows"))
+        numbers = {"examples": n, "loss": n * loss, "rows": rows}
+        made = {name: torch.tensor(value, dtype=torch.float64) for name, value in numbers.items()}
+        record = Record({**share.groups, NUMBERS: {**share.get(NUMBERS), **made}})
+        return Reply(reply.client, 0, record, reply.finite, reply.saved)
 
 
 def _workers(

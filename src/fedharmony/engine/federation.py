@@ -19,13 +19,25 @@ from annotated_types import Ge, Gt, Le, Lt
 from pydantic import Field
 from torch import Tensor
 
+from fedharmony.aggregate import NUMBERS, pooled
 from fedharmony.engine.sampling import drops_out
 from fedharmony.engine.server_average import ServerAverage
 from fedharmony.errors import ClientLimitError
 from fedharmony.methods.base import Method, Stage
 from fedharmony.robust import Robust, Rule
 from fedharmony.transport.base import Transport
-from fedharmony.types import BUFFERS, LARGEST, PARAMS, Failure, Form, Packed, Record, Reply
+from fedharmony.transport.sums import AddedUp, Summing
+from fedharmony.types import (
+    BUFFERS,
+    EVERYBODY,
+    LARGEST,
+    PARAMS,
+    Failure,
+    Form,
+    Packed,
+    Record,
+    Reply,
+)
 
 Event = dict[str, Any]
 AverageRule = (
@@ -66,6 +78,9 @@ class FederationSettings:
             "multi_krum" leaves out.
         robust_bound: "norm_bound", "same_direction": longest update, in medians of their lengths.
         robust_cap: largest weight of a client, in medians of its cohort's weights; not for "none".
+        server_sees: what of a cohort reaches the server: its "replies", or nothing but their "sums"
+            (``transport/sums.py``); rules of averaging that bear lies need replies.
+        sum_least: a sum over fewer clients is thrown away.
         central: one party trains, on all images with all their labels; a round sees as many images
             as the cohort would have trained on. For "fedavg" only.
     """
@@ -84,6 +99,8 @@ class FederationSettings:
     robust_bad: Annotated[float, Ge(0), Lt(0.5)] = 0.3
     robust_bound: Annotated[float, Gt(0)] = 2.0
     robust_cap: Annotated[float, Ge(1)] = 3.0
+    server_sees: Literal["replies", "sums"] = "replies"
+    sum_least: Annotated[int, Ge(2)] = 3
     central: bool = False
 
     @property
@@ -121,6 +138,14 @@ class Tally:
             self.images += reply.examples * epochs
             self.rows += float(reply.record.scalars.get("rows", 0.0))
             self.loss += float(reply.record.scalars.get("loss", 0.0)) * reply.examples
+
+    def count_sum(self, clients: Sequence[int], numbers: Mapping[str, float], epochs: int) -> None:
+        """Add the sum of a cohort's training."""
+        self.reported += clients
+        self.examples += int(numbers["examples"])
+        self.images += int(numbers["examples"]) * epochs
+        self.rows += numbers["rows"]
+        self.loss += numbers["loss"]
 
     def event(self, round: int, cohort: Sequence[int], seconds: float) -> Event:
         """The round as one JSON line."""
@@ -195,14 +220,15 @@ class Federation:
             for stage in self.stages(round):
                 before = state
                 sent = stage.broadcast(state, round, self._everyone() if stage.everyone else cohort)
-                replies = self._replies(stage, state, round, sent, tally)
+                bring = self._sum if self.settings.server_sees == "sums" else self._replies
+                replies = bring(stage, state, round, sent, tally)
                 outcome = stage.aggregate(state, round, sent, replies)
                 self._enforce_limit(stage, round, len(sent), tally)
                 state = outcome.state
                 if stage.train:
                     state = average.add(before, state, round)
                     state = average.shown(state) if round + 1 == len(self.schedule) else state
-                tally.weights.update(outcome.weights)
+                tally.weights.update({k: w for k, w in outcome.weights.items() if k != EVERYBODY})
                 tally.log.update(outcome.log)
             observe(tally.event(round, cohort, time.perf_counter() - began))
             after_round(round, state)
@@ -220,12 +246,7 @@ class Federation:
         So clients of like size come together, which a transport can train faster. The order is the
         same for every transport, so that sums over replies have the same bits.
         """
-        rate, expected = self.settings.drop_rate, self._expected(stage, state)
-        lost = {k for k in sent if drops_out(rate, self.seed, round, k)}
-        tally.dropped = sorted({*tally.dropped, *lost})
-        tally.bytes_down += sum(message.nbytes for message in sent.values())
-        order = sorted(sent, key=lambda k: (-self.transport.sizes[k], k))
-        asked = {k: sent[k] for k in order if k not in lost}
+        expected, asked = self._expected(stage, state), self._asked(round, sent, tally)
         waiting = set(asked)
         for answer in self.transport.exchange(stage, round, asked):
             if isinstance(answer, Reply):
@@ -241,6 +262,39 @@ class Federation:
             tally.failures.append(answer)
         silent = [Failure(k, stage.name, round, "it did not answer") for k in sorted(waiting)]
         tally.failures += silent
+
+    def _asked(self, round: int, sent: Mapping[int, Record], tally: Tally) -> dict[int, Record]:
+        """The messages that arrive, largest clients first; the others drop out."""
+        rate = self.settings.drop_rate
+        lost = {k for k in sent if drops_out(rate, self.seed, round, k)}
+        tally.dropped = sorted({*tally.dropped, *lost})
+        tally.bytes_down += sum(message.nbytes for message in sent.values())
+        order = sorted(sent, key=lambda k: (-self.transport.sizes[k], k))
+        return {k: sent[k] for k in order if k not in lost}
+
+    def _sum(
+        self, stage: Stage, state: Record, round: int, sent: Mapping[int, Record], tally: Tally
+    ) -> Iterator[Reply]:
+        """One reply for the whole cohort: the mean model, and sums; nothing of single clients.
+
+        A sum over too few clients says too much of each: it is thrown away.
+        """
+        asked = self._asked(round, sent, tally)
+        adds = self.transport if isinstance(self.transport, Summing) else AddedUp(self.transport)
+        total = adds.total(stage, round, asked)
+        tally.failures += total.failures
+        tally.bytes_up += total.nbytes
+        tally.saved += total.saved
+        if total.record is None or len(total.clients) < self.settings.sum_least:
+            return
+        if (reason := _out_of_range(total.record, {}, None)) is not None:
+            tally.failures += [Failure(k, stage.name, round, reason) for k in total.clients]
+            return
+        numbers = {name: float(t) for name, t in total.record.get(NUMBERS).items()}
+        if stage.train:
+            tally.count_sum(total.clients, numbers, self.epochs)
+        record, examples = Record(pooled(total.record, state)), int(numbers["examples"])
+        yield Reply(EVERYBODY, examples, record, True, clients=total.clients)
 
     def _doubt(self, stage: Stage, reply: Reply, expected: Forms) -> str | None:
         """Why a reply is not believed, or None."""

@@ -142,6 +142,8 @@ def blueprint(settings: Settings, facts: Facts) -> Blueprint:
     holders = sum(size > 0 for size in facts.sizes.values())
     cohort = cohort_size(holders, federation.participation, federation.cohort)
     refuse_small_cohort(federation.averaging, cohort)
+    if federation.server_sees == "sums":
+        refuse_without_replies(settings, method, cohort)
     schedule = Schedule(facts.sizes, run.rounds, cohort, federation.sampling, run.seed)
     first = opening(method, model.head, settings.taking_part)
     if not federation.central:
@@ -174,6 +176,40 @@ def refuse_small_cohort(robust: Robust, cohort: int) -> None:
         )
 
 
+def refuse_without_replies(settings: Settings, method: Method, cohort: int) -> None:
+    """Refuse what needs single replies where the server sees sums."""
+    federation, sees = settings.federation, "federation.server_sees = 'sums'"
+    if method.no_sums:
+        raise ConfigError(f"{sees} is not possible for {settings.method_name}: {method.no_sums}.")
+    if federation.robust != "none":
+        raise ConfigError(
+            f"{sees} and federation.robust = {federation.robust!r} exclude each other: a rule that "
+            "bears lies compares single replies, and a sum has none. Choose one of the two."
+        )
+    if federation.sampling == "size":
+        raise ConfigError(
+            f"{sees} keeps the number of a client's images from the server, and "
+            "federation.sampling = 'size' draws clients by it. Use federation.sampling = 'uniform'."
+        )
+    if federation.central:
+        raise ConfigError(
+            f"{sees} has no meaning where one party trains (federation.central = true). Remove one "
+            "of the two."
+        )
+    if cohort < federation.sum_least:
+        raise ConfigError(
+            f"{sees} needs at least federation.sum_least = {federation.sum_least} clients in every "
+            f"sum, and {cohort} take part in a round. Raise federation.cohort or "
+            "federation.participation."
+        )
+    if settings.attack.kind not in ("none", "label_flip", "label_off"):
+        raise ConfigError(
+            f"attack.kind = {settings.attack.kind!r} changes replies, and {sees} has none. Use "
+            "'label_flip' or 'label_off', which lie in the data, or federation.server_sees = "
+            "'replies'."
+        )
+
+
 def make_method(
     settings: Settings, config: Method.Config, facts: Facts, backbone: Backbone
 ) -> Method:
@@ -199,6 +235,7 @@ def make_method(
         pixels=isinstance(facts.input, InputSpec),
         unknown_labels=facts.unknown_labels,
         robust=federation.averaging,
+        server_sees=federation.server_sees,
     )
     return methods[settings.method_name](config, task)
 
