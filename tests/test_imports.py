@@ -15,7 +15,16 @@ PACKAGE = Path(fedharmony.__file__).parent
 #: Layers from left to right; modules of one layer may import each other.
 LAYERS = [
     {"types", "errors", "files", "reading", "terminal", "rng", "registry", "config"},
-    {"correlation", "alignment", "clusters", "consensus", "losses", "aggregate", "robust"},
+    {
+        "correlation",
+        "alignment",
+        "clusters",
+        "consensus",
+        "losses",
+        "aggregate",
+        "robust",
+        "privacy",
+    },
     {"data"},
     {"partition"},
     {"models"},
@@ -27,7 +36,16 @@ LAYERS = [
     {"flower"},
     {"report"},
     {"api"},
-    {"cli", "cli_data", "cli_flower", "cli_settings", "cli_site", "cli_use", "__main__"},
+    {
+        "cli",
+        "cli_data",
+        "cli_flower",
+        "cli_privacy",
+        "cli_settings",
+        "cli_site",
+        "cli_use",
+        "__main__",
+    },
 ]
 LAYER = {part: depth for depth, layer in enumerate(LAYERS) for part in layer}
 MODULES = sorted(PACKAGE.rglob("*.py"))

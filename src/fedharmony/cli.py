@@ -31,6 +31,7 @@ from rich.text import Text
 import fedharmony
 from fedharmony.cli_data import data_app, init, models_app, partition, usable
 from fedharmony.cli_flower import flower_app
+from fedharmony.cli_privacy import privacy
 from fedharmony.cli_settings import (
     complete_change,
     complete_config,
@@ -765,6 +766,7 @@ app.command()(predict)
 app.command()(export)
 app.command()(init)
 app.command()(partition)
+app.command()(privacy)
 app.add_typer(data_app, name="data")
 app.add_typer(models_app, name="models")
 app.add_typer(site_app, name="site")

@@ -69,6 +69,8 @@ FOLDED = "folded"  # state: running sums of what no longer fits into the table
 _FADED = 1e-8
 # Sums from which a client takes its old terms keep rounding: this part of the largest weight.
 _RESIDUE = 1e-12
+# A noisy weight counts from so many standard deviations of its noise on.
+_CLEAR = 2.0
 
 
 @dataclass(frozen=True)
@@ -212,22 +214,26 @@ class CorrelationTable:
             share = {"sum": share["sum"] - values * weights, "weight": share["weight"] - weights}
         return {name: tensor.squeeze(0) for name, tensor in share.items()}
 
-    def add_shares(self, total: Mapping[str, Tensor], round: int) -> None:
-        """Add the sum of a cohort's shares to the sums, which fade first (or are forgotten)."""
-        if self.last_only or not self.folded:
-            held: Mapping[str, Tensor] = {}
-        else:
+    def add_shares(self, total: Mapping[str, Tensor], round: int, noise: float = 0.0) -> None:
+        """Add the sum of a cohort's shares to the sums, which fade first (or are forgotten).
+
+        ``noise`` is the standard deviation of what was added to the sum on purpose.
+        """
+        faded: float | Tensor = 0.0
+        if self.folded and not self.last_only:
             faded = self.operator.decay ** self.age(self.folded["round"], round + 1)
-            held = {name: self.folded[name] * faded for name in ("sum", "weight")}
-        sum, weight = (held[n] + total[n] if held else total[n] for n in ("sum", "weight"))
+        held = {n: self.folded[n] * faded if self.folded else 0.0 for n in ("sum", "weight")}
+        sum, weight = (held[n] + total[n] for n in ("sum", "weight"))
+        now = torch.full((), round, device=sum.device)
+        if noise:
+            before = self.folded.get("noise", torch.zeros((), dtype=torch.float64)) * faded
+            level = (before**2 + noise**2) ** 0.5
+            self.folded = {"sum": sum, "weight": weight, "round": now, "noise": level}
+            return
         # Where all has been taken out again that was ever put in, rounding is left.
         some = weight > _RESIDUE * weight.max()
-        now = torch.full((), round, device=sum.device)
-        self.folded = {
-            "sum": torch.where(some, sum, 0),
-            "weight": torch.where(some, weight, 0),
-            "round": now,
-        }
+        sum, weight = torch.where(some, sum, 0), torch.where(some, weight, 0)
+        self.folded = {"sum": sum, "weight": weight, "round": now}
 
     def others(
         self, own: Mapping[str, Tensor], images: int, round: int, dtype: torch.dtype
@@ -315,6 +321,9 @@ class _Weighted:
         if table.folded:
             faded = self.operator.decay ** table.age(table.folded["round"], round)
             self.total, self.weight = (table.folded[name] * faded for name in ("sum", "weight"))
+            if "noise" in table.folded:  # a weight that may be noise tells nothing
+                clear = self.weight > _CLEAR * table.folded["noise"] * faded
+                self.weight = torch.where(clear, self.weight, 0)
         else:
             pairs, name = len(table.triangle), self.operator.name
             width = pairs + table.classes if name == "pooled" else pairs

@@ -29,6 +29,7 @@ from fedharmony.engine.sweeping import Sweeper
 from fedharmony.engine.training import Show, Tick, Trainer
 from fedharmony.methods.base import Groups, Method, Stage
 from fedharmony.models.base import Model, unstack
+from fedharmony.privacy import Clipping
 from fedharmony.types import BUFFERS, PARAMS, Index, Record, Reply, Tensors
 
 
@@ -42,6 +43,7 @@ class Cohort:
         frozen: the model's frozen tensors, which never travel.
         memory: what clients keep between rounds.
         changes: random changes of training images.
+        clipping: bounds of what leaves a client, for differential privacy.
     """
 
     def __init__(
@@ -58,8 +60,9 @@ class Cohort:
         memory: ClientMemory | None = None,
         changes: AugmentSettings | None = None,
         means: Means | None = None,
+        clipping: Clipping | None = None,
     ) -> None:
-        self.means, self.method = means or Means(), method
+        self.means, self.method, self.clipping = means or Means(), method, clipping
         self.data = ClientData(data, clients, seed, device, memory or ClientMemory())
         self.sizes = self.data.sizes
         constants = {name: tensor.to(device) for name, tensor in (frozen or {}).items()}
@@ -153,6 +156,8 @@ class Cohort:
         numbers = {"examples": n, "loss": n * loss, "rows": rows}
         made = {name: torch.tensor(value, dtype=torch.float64) for name, value in numbers.items()}
         record = Record({**share.groups, NUMBERS: {**share.get(NUMBERS), **made}})
+        if self.clipping is not None:
+            record = self.clipping.cut(record, message)
         return Reply(reply.client, 0, record, reply.finite, reply.saved)
 
 

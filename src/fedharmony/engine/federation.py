@@ -24,6 +24,7 @@ from fedharmony.engine.sampling import drops_out
 from fedharmony.engine.server_average import ServerAverage
 from fedharmony.errors import ClientLimitError
 from fedharmony.methods.base import Method, Stage
+from fedharmony.privacy import Noise
 from fedharmony.robust import Robust, Rule
 from fedharmony.transport.base import Transport
 from fedharmony.transport.sums import AddedUp, Summing
@@ -58,7 +59,8 @@ class FederationSettings:
     Attributes:
         participation: share of the clients that take part in a round.
         cohort: number of clients per round; overrides ``participation``.
-        sampling: draw clients with equal chance, or with chance ∝ their number of images.
+        sampling: draw clients with equal chance, or with chance ∝ their number of images;
+            "poisson" draws each client by itself, so that cohorts differ in size.
         average: weigh models by number of images, or equally. Sampling *and* averaging by size
             gives large clients weight ∝ n²; that is what the FedHarmony paper prints.
         drop_rate: chance that a selected client is lost after it received its message.
@@ -87,7 +89,7 @@ class FederationSettings:
 
     participation: Annotated[float, Gt(0), Le(1)] = 0.5
     cohort: Annotated[int, Ge(1)] | None = None
-    sampling: Literal["uniform", "size"] = "uniform"
+    sampling: Literal["uniform", "size", "poisson"] = "uniform"
     average: Literal["size", "uniform"] = "size"
     drop_rate: Annotated[float, Ge(0), Lt(1)] = 0.0
     max_failures: Annotated[float, Ge(0), Le(1)] = 0.5
@@ -140,12 +142,12 @@ class Tally:
             self.loss += float(reply.record.scalars.get("loss", 0.0)) * reply.examples
 
     def count_sum(self, clients: Sequence[int], numbers: Mapping[str, float], epochs: int) -> None:
-        """Add the sum of a cohort's training."""
+        """Add the sum of a cohort's training; where clients are private, only who took part."""
         self.reported += clients
-        self.examples += int(numbers["examples"])
-        self.images += int(numbers["examples"]) * epochs
-        self.rows += numbers["rows"]
-        self.loss += numbers["loss"]
+        self.examples += int(numbers.get("examples", 0))
+        self.images += int(numbers.get("examples", 0)) * epochs
+        self.rows += numbers.get("rows", 0.0)
+        self.loss += numbers.get("loss", 0.0)
 
     def event(self, round: int, cohort: Sequence[int], seconds: float) -> Event:
         """The round as one JSON line."""
@@ -184,6 +186,7 @@ class Federation:
         seed: of the run.
         epochs: local epochs, which bound the steps that a client may claim.
         opening: exchanges before the first training, whatever the method.
+        noise: what is added to sums, for differential privacy.
     """
 
     method: Method
@@ -193,14 +196,11 @@ class Federation:
     seed: int
     epochs: int
     opening: Sequence[Stage] = ()
+    noise: Noise | None = None
 
     def stages(self, round: int) -> Sequence[Stage]:
         """The exchanges of a round: the method's, and before the first training the opening."""
-        stages = self.method.stages(round)
-        if round > 0 or not self.opening:
-            return stages
-        first = next((i for i, stage in enumerate(stages) if stage.train), len(stages))
-        return [*stages[:first], *self.opening, *stages[first:]]
+        return stages_of(self.method, self.opening, round)
 
     def run(
         self,
@@ -218,8 +218,10 @@ class Federation:
         for round in range(start, len(self.schedule)):
             began, tally, cohort = time.perf_counter(), Tally(), self.schedule[round]
             for stage in self.stages(round):
-                before = state
-                sent = stage.broadcast(state, round, self._everyone() if stage.everyone else cohort)
+                before, asked = state, self._everyone() if stage.everyone else cohort
+                if not asked:
+                    continue
+                sent = stage.broadcast(state, round, asked)
                 bring = self._sum if self.settings.server_sees == "sums" else self._replies
                 replies = bring(stage, state, round, sent, tally)
                 outcome = stage.aggregate(state, round, sent, replies)
@@ -285,7 +287,8 @@ class Federation:
         tally.failures += total.failures
         tally.bytes_up += total.nbytes
         tally.saved += total.saved
-        if total.record is None or len(total.clients) < self.settings.sum_least:
+        least = self.settings.sum_least if self.noise is None else 1
+        if total.record is None or len(total.clients) < least:
             return
         if (reason := _out_of_range(total.record, {}, None)) is not None:
             tally.failures += [Failure(k, stage.name, round, reason) for k in total.clients]
@@ -293,7 +296,11 @@ class Federation:
         numbers = {name: float(t) for name, t in total.record.get(NUMBERS).items()}
         if stage.train:
             tally.count_sum(total.clients, numbers, self.epochs)
-        record, examples = Record(pooled(total.record, state)), int(numbers["examples"])
+        examples = int(numbers.get("examples", 0))
+        if self.noise is None:
+            record = Record(pooled(total.record, state))
+        else:
+            record = self.noise.released(total.record, state, stage.name, round)
         yield Reply(EVERYBODY, examples, record, True, clients=total.clients)
 
     def _doubt(self, stage: Stage, reply: Reply, expected: Forms) -> str | None:
@@ -330,6 +337,15 @@ class Federation:
                 f"more than federation.max_failures = {self.settings.max_failures:g} allows: "
                 f"{shown}. The state after {round} rounds is saved. Mend the cause and resume."
             )
+
+
+def stages_of(method: Method, opening: Sequence[Stage], round: int) -> Sequence[Stage]:
+    """The exchanges of a round; what opens a run comes before the first training."""
+    stages = method.stages(round)
+    if round > 0 or not opening:
+        return stages
+    first = next((i for i, stage in enumerate(stages) if stage.train), len(stages))
+    return [*stages[:first], *opening, *stages[first:]]
 
 
 def problem(record: Record, expected: Forms, finite: bool | None = None) -> str | None:

@@ -112,6 +112,11 @@ def _builder(folder: RunFolder, post: Post, terms: Terms) -> run.Build:
         names = names or sorted(sites)
         facts = _facts(loaded, names, {**roster.get("seen", {}), **_seen(names, sites)})
         plan = blueprint(settings, facts)
+        if plan.rounds < settings.run.rounds:  # sites count rounds by the settings
+            raise ConfigError(
+                f"privacy.epsilon = {settings.privacy.epsilon} suffices for {plan.rounds} rounds "
+                f"only. Set run.rounds = {plan.rounds}."
+            )
         device = choose_device(settings.engine.device)
         partition_by_size = _partition(facts)
 

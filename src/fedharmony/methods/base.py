@@ -81,6 +81,8 @@ class Task:
     robust: Robust = field(default_factory=Robust)
     #: What of a cohort reaches the server: each reply, or the sum of all.
     server_sees: Literal["replies", "sums"] = "replies"
+    #: Whether shares are cut and sums get noise, for differential privacy.
+    private: bool = False
 
     @property
     def sums(self) -> bool:
@@ -285,6 +287,11 @@ class Method:
             "its server side reads single replies. Use federation.server_sees = 'replies', or a "
             "method that averages models"
         )
+
+    @property
+    def no_privacy(self) -> str:
+        """Why clients cannot be private with the method's settings, with advice; mostly empty."""
+        return ""
 
     @property
     def remark(self) -> str:

@@ -359,6 +359,13 @@ class FedHarmony(Method):
             )
         return ""
 
+    @property
+    def no_privacy(self) -> str:
+        """Quality would need a second noisy sum of models."""
+        if not self.config.quality:
+            return ""
+        return "weights by quality are sums of their own. Set methods.fedharmony.quality = false"
+
     # -- Eq. (1), (2): a client's correlation, from its own scores ---------------------------------
 
     def sweep(self, reads: Literal["outputs", "labels"] = "outputs") -> Sweep:
@@ -547,7 +554,8 @@ class FedHarmony(Method):
             return message
         common = message.get(CONSENSUS)
         table, now = self.table(Record({FOLDED: common})), int(common["round"]) + 1
-        matrix, known = table.others(_own_terms(view, message), view.examples, now, torch.float32)
+        own = {} if self.task.private else _own_terms(view, message)
+        matrix, known = table.others(own, view.examples, now, torch.float32)
         names = {"clusters": common["clusters"], "weight": common["align_weight"]}
         groups = {g: t for g, t in message.groups.items() if g not in (CONSENSUS, OWN)}
         teacher = {"matrix": matrix, "known": known, **names}
@@ -565,7 +573,9 @@ class FedHarmony(Method):
         upload, examples = reply.record.get(CORRELATION), reply.examples
         if CORRELATION not in reply.record.groups:
             return share
-        before = {} if self.config.memory == "last_cohort" else _own_terms(view, message)
+        # Terms that were cut cannot be taken out again; they fade.
+        once = self.task.private or self.config.memory == "last_cohort"
+        before = {} if once else _own_terms(view, message)
         terms = self.table(Record()).share(upload, before, examples, round)
         share = share.replace({CORRELATION: terms})
         if TEACHER not in personal.groups:
@@ -597,10 +607,11 @@ class FedHarmony(Method):
         model.add(record if alpha == 1.0 else self._by_quality(record, state, alpha), 1.0)
         if taught:
             log["align_weight"] = self.align_weight(round)
-            if trusted := float(numbers["trusted"]):
+            if trusted := float(numbers.get("trusted", 0.0)):
                 log["discrepancy"] = float(numbers["misfit"]) / trusted
         table = self.table(state)
-        table.add_shares(record.get(CORRELATION), round)
+        noise = float(record.scalars.get(f"noise {CORRELATION}", 0.0))
+        table.add_shares(record.get(CORRELATION), round, noise)
         rounds = {} if table.last_only else _rounds(state)
         rounds |= dict.fromkeys(pool.clients, round)
         members = {

@@ -264,7 +264,7 @@ class Worker:
         sizes = {k: self.images if k == client else 0 for k in range(clients)}
         shape = self.data.train.images.shape
         facts = Facts(self.data.classes, InputSpec(*shape), sizes, bool(about.get("unknown")))
-        plan = blueprint(settings, facts)
+        plan = blueprint(settings, facts, at_site=True)
         backbone, images = plan.model.backbone, np.arange(self.images)
         means = choose_means(settings.engine, self.device, backbone.elements(), plan.images)
         assembly = Assembly(
