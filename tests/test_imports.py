@@ -15,7 +15,16 @@ PACKAGE = Path(fedharmony.__file__).parent
 #: Layers from left to right; modules of one layer may import each other.
 LAYERS = [
     {"types", "errors", "files", "reading", "terminal", "rng", "registry", "config"},
-    {"correlation", "alignment", "clusters", "consensus", "losses", "aggregate", "robust"},
+    {
+        "correlation",
+        "alignment",
+        "clusters",
+        "consensus",
+        "losses",
+        "aggregate",
+        "robust",
+        "privacy",
+    },
     {"data"},
     {"partition"},
     {"models"},

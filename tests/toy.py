@@ -24,6 +24,7 @@ from fedharmony.engine.sampling import Schedule
 from fedharmony.losses import LossSettings
 from fedharmony.methods.base import Method, Task, methods
 from fedharmony.models.base import Backbone, InputSpec, Model, Shapes, linear
+from fedharmony.privacy import Noise
 from fedharmony.transport.inprocess import InProcess
 from fedharmony.types import FROZEN, Index, Record, Tensors
 
@@ -102,6 +103,7 @@ class Toy:
     device: str = "cpu"
     backbone: Backbone | None = None
     names: Sequence[str] = ()
+    noise: Noise | None = None
 
     def __post_init__(self) -> None:
         self.data = self.data or toy_data(sum(self.sizes))
@@ -121,6 +123,8 @@ class Toy:
             loss=self.loss,
             average=self.federation.average,
             robust=self.federation.averaging,
+            server_sees=self.federation.server_sees,
+            private=self.noise is not None,
             unknown_labels=self.data.known is not None,
         )
         cls = self.method_class or methods[self.name]
@@ -144,6 +148,7 @@ class Toy:
             memory=ClientMemory(self.memory),
             changes=self.changes,
             means=self.means,
+            clipping=None if self.noise is None else self.noise.clipping,
         )
         self.transport: Any = InProcess(self.trainer, self.stack)
 
@@ -168,6 +173,7 @@ class Toy:
             self.epochs,
             opening(self.method, self.model.head, self.federation),
             self.names,
+            self.noise,
         )
 
     def run(self) -> tuple[Record, list[dict[str, Any]]]:

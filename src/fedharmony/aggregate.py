@@ -10,6 +10,8 @@ from torch import Tensor
 from fedharmony.types import BUFFERS, PARAMS, Layout, Packed, Record, Tensors
 
 _ROW = "row"  # where packed tensors are one
+#: The group of a share that holds numbers: the weight of the model, and what events say.
+NUMBERS = "numbers"
 
 
 class RunningMean:
@@ -115,3 +117,60 @@ def effective_clients(weights: Tensor) -> float:
     2.0
     """
     return 1 / float(weights.double().square().sum())
+
+
+def scaled(tensors: Mapping[str, Tensor], factor: float) -> Mapping[str, Tensor]:
+    """The tensors times a factor, in float64; whole numbers, which have no sum, are left out.
+
+    >>> scaled({"w": torch.tensor([1.0, 2.0]), "steps": torch.tensor(3)}, 2.0)
+    {'w': tensor([2., 4.], dtype=torch.float64)}
+    """
+    if isinstance(tensors, Packed):
+        return Packed(tensors.layout, tensors.row.double() * factor)
+    return {n: t.double() * factor for n, t in tensors.items() if t.is_floating_point()}
+
+
+def weighted(record: Record, weight: float) -> Record:
+    """A client's share of a sum: its model times its weight, the weight, and its other tensors."""
+    groups = {
+        group: scaled(members, weight if group in (PARAMS, BUFFERS) else 1.0)
+        for group, members in record.groups.items()
+    }
+    return Record({**groups, NUMBERS: {"weight": torch.tensor(weight, dtype=torch.float64)}})
+
+
+def added(total: Record | None, share: Record) -> Record:
+    """A total, which is changed in place, and one more share of the same form."""
+    if total is None:
+        return Record({g: scaled(members, 1.0) for g, members in share.groups.items()})
+    for group, members in share.groups.items():
+        sums = total.get(group)
+        if isinstance(sums, Packed) and isinstance(members, Packed):
+            sums.row.add_(members.row)
+        else:
+            for name, tensor in members.items():
+                sums[name].add_(tensor)
+    return total
+
+
+def pooled(total: Record, state: Record) -> dict[str, Mapping[str, Tensor]]:
+    """A sum of shares as the groups of one reply: the mean model in its own types, and all sums."""
+    weight, groups = float(total.get(NUMBERS)["weight"]), dict(total.groups)
+    for group in (PARAMS, BUFFERS):
+        if sums := groups.get(group):
+            means = scaled(sums, 1.0) if not weight else _divided(sums, weight)
+            groups[group] = typed(means, state.get(group))
+    return groups
+
+
+def _divided(sums: Mapping[str, Tensor], weight: float) -> Mapping[str, Tensor]:
+    if isinstance(sums, Packed):
+        return Packed(sums.layout, sums.row / weight)
+    return {name: tensor / weight for name, tensor in sums.items()}
+
+
+def typed(tensors: Mapping[str, Tensor], like: Mapping[str, Tensor]) -> Mapping[str, Tensor]:
+    """The tensors in the types of others with the same names."""
+    if isinstance(tensors, Packed):
+        return Packed(tensors.layout, tensors.row.to(next(iter(like.values())).dtype))
+    return {name: tensor.to(like[name].dtype) for name, tensor in tensors.items()}

@@ -18,6 +18,7 @@ from fedharmony.cli_data import data_app, init, models_app, partition
 from fedharmony.cli_flower import flower_app
 from fedharmony.cli_guard import exit_code_of, leave
 from fedharmony.cli_paper import reproduce
+from fedharmony.cli_privacy import privacy
 from fedharmony.cli_report import report
 from fedharmony.cli_run import compare, demo, resume, run, sweep, tune
 from fedharmony.cli_settings import list_components, show
@@ -48,6 +49,7 @@ app.command()(demo)
 app.command()(report)
 app.command(name="list")(list_components)
 app.command()(reproduce)
+app.command()(privacy)
 app.command()(predict)
 app.command()(export)
 app.command()(init)

@@ -67,6 +67,10 @@ FOLDED = "folded"  # state: running sums of what no longer fits into the table
 # The others are unknown where their weight is below this part of the total: what a subtraction in
 # float64 then leaves of them is rounding. Takes, for instance, decay 0.9 and 175 rounds of age.
 _FADED = 1e-8
+# Sums from which a client takes its old terms keep rounding: this part of the largest weight.
+_RESIDUE = 1e-12
+# A noisy weight counts from so many standard deviations of its noise on.
+_CLEAR = 2.0
 
 
 @dataclass(frozen=True)
@@ -150,6 +154,7 @@ class CorrelationTable:
         self.rows: Tensors = {}
         #: Sums, weights and round of what was folded.
         self.folded: Tensors = {}
+        self.place = torch.device("cpu")
 
     def load(self, groups: Mapping[str, Mapping[str, Tensor]]) -> CorrelationTable:
         """Go on from what :meth:`state_dict` gave."""
@@ -187,6 +192,60 @@ class CorrelationTable:
         rows = {name: torch.cat([before[name][others], new]) for name, new in self.rows.items()}
         self.rows = _select(rows, rows["client"].argsort())
 
+    # -- where the server sees sums: nothing but Σ w_j R_j and Σ w_j, of everybody -----------------
+
+    def share(
+        self, upload: Mapping[str, Tensor], before: Mapping[str, Tensor], images: int, round: int
+    ) -> Tensors:
+        """What a client adds to the sums in a round: its terms, less what is left of its last ones.
+
+        Args:
+            upload: R_k, p̂_k.
+            before: those that the sums hold, with their round; nothing where they hold none.
+            images: n_k.
+            round: The round.
+        """
+        self.place = upload["upper"].device
+        sums, now = _Weighted(self, {}, round + 1), torch.full((), round)
+        values, weights = sums.terms(_row({**upload, "round": now}, images))
+        share = {"sum": values * weights, "weight": weights}
+        if before:
+            values, weights = sums.terms(_row(before, images))
+            share = {"sum": share["sum"] - values * weights, "weight": share["weight"] - weights}
+        return {name: tensor.squeeze(0) for name, tensor in share.items()}
+
+    def add_shares(self, total: Mapping[str, Tensor], round: int, noise: float = 0.0) -> None:
+        """Add the sum of a cohort's shares to the sums, which fade first (or are forgotten).
+
+        ``noise`` is the standard deviation of what was added to the sum on purpose.
+        """
+        faded: float | Tensor = 0.0
+        if self.folded and not self.last_only:
+            faded = self.operator.decay ** self.age(self.folded["round"], round + 1)
+        held = {n: self.folded[n] * faded if self.folded else 0.0 for n in ("sum", "weight")}
+        sum, weight = (held[n] + total[n] for n in ("sum", "weight"))
+        now = torch.full((), round, device=sum.device)
+        if noise:
+            before = self.folded.get("noise", torch.zeros((), dtype=torch.float64)) * faded
+            level = (before**2 + noise**2) ** 0.5
+            self.folded = {"sum": sum, "weight": weight, "round": now, "noise": level}
+            return
+        # Where all has been taken out again that was ever put in, rounding is left.
+        some = weight > _RESIDUE * weight.max()
+        sum, weight = torch.where(some, sum, 0), torch.where(some, weight, 0)
+        self.folded = {"sum": sum, "weight": weight, "round": now}
+
+    def others(
+        self, own: Mapping[str, Tensor], images: int, round: int, dtype: torch.dtype
+    ) -> Agreement:
+        """Eq. (3) at a client: the sums less its own terms; ``own`` is empty if they hold none."""
+        sums = _Weighted(self, {}, round)
+        if not own:
+            common = sums.everybody()
+            return Agreement(common.matrix.to(dtype), common.known)
+        matrix, known = sums.without(_row(own, images), dtype)
+        return Agreement(matrix[0], known[0])
+
     def teachers(
         self, clients: Sequence[int], round: int, dtype: torch.dtype = torch.float64
     ) -> tuple[Agreement, list[Agreement]]:
@@ -220,7 +279,7 @@ class CorrelationTable:
 
     def consensus(self, round: int) -> Agreement:
         """The consensus of everybody heard so far."""
-        return self.teachers([], round)[0]
+        return self.teachers([], round)[0] if self.rows else _Weighted(self, {}, round).everybody()
 
     def _fold(self, leaving: Mapping[str, Tensor], round: int) -> None:
         """Add rows to the running sums, where the operator has such sums."""
@@ -235,8 +294,9 @@ class CorrelationTable:
 
     @property
     def device(self) -> torch.device:
-        """Where the rows are."""
-        return self.rows["upper"].device
+        """Where the rows are, or the sums, or a client."""
+        held = self.rows.get("upper", self.folded.get("sum"))
+        return self.place if held is None else held.device
 
     @cached_property
     def triangle(self) -> Triangle:
@@ -261,6 +321,9 @@ class _Weighted:
         if table.folded:
             faded = self.operator.decay ** table.age(table.folded["round"], round)
             self.total, self.weight = (table.folded[name] * faded for name in ("sum", "weight"))
+            if "noise" in table.folded:  # a weight that may be noise tells nothing
+                clear = self.weight > _CLEAR * table.folded["noise"] * faded
+                self.weight = torch.where(clear, self.weight, 0)
         else:
             pairs, name = len(table.triangle), self.operator.name
             width = pairs + table.classes if name == "pooled" else pairs
@@ -269,7 +332,7 @@ class _Weighted:
                 torch.zeros(size, dtype=torch.float64, device=table.device)
                 for size in (width, entries)
             )
-        for part in parts(len(rows["client"]), len(self.total), table.device):
+        for part in parts(len(rows.get("round", ())), len(self.total), table.device):
             values, weights = self.terms(_select(rows, part))
             self.total = _add(self.total, values * weights)
             self.weight = _add(self.weight, weights)
@@ -439,6 +502,13 @@ class _WeightedMiddle:
         matrix = triangle.square(torch.where(known, mean, 0).clamp(-1, 1).to(dtype))
         squares = Agreement(matrix, triangle.square(known))
         return squares if row is None else Agreement(squares.matrix[row], squares.known[row])
+
+
+def _row(told: Mapping[str, Tensor], images: int) -> Tensors:
+    """What one client told, with its round, as a table of one row."""
+    row = {name: tensor.unsqueeze(0) for name, tensor in told.items()}
+    at = row["upper"].device
+    return {**row, "round": row["round"].to(at), "examples": torch.tensor([images], device=at)}
 
 
 def _select(rows: Mapping[str, Tensor], chosen: Tensor | slice) -> Tensors:

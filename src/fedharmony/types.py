@@ -214,6 +214,10 @@ class Form(NamedTuple):
     high: float = math.inf
 
 
+#: In the place of a client's id: the sum of a whole cohort.
+EVERYBODY = -1
+
+
 @dataclass(frozen=True)
 class Reply:
     """What one client sends back: its record and how many images stand behind it.
@@ -225,6 +229,7 @@ class Reply:
         finite: whether all values of the record are finite, if that is known: a stack of clients
             is looked at once, instead of each of them.
         saved: whether it comes from the plain path, because the fast one failed.
+        clients: of a sum over clients (``client`` is then :data:`EVERYBODY`), who is in it.
     """
 
     client: int
@@ -232,6 +237,7 @@ class Reply:
     record: Record
     finite: bool | None = None
     saved: bool = False
+    clients: tuple[int, ...] = ()
 
 
 @dataclass(frozen=True)

@@ -15,6 +15,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from fedharmony.aggregate import NUMBERS
 from fedharmony.data.augment import AugmentSettings
 from fedharmony.data.base import LabelledImages
 from fedharmony.engine.clients import ClientData
@@ -28,6 +29,7 @@ from fedharmony.engine.sweeping import Sweeper
 from fedharmony.engine.training import Show, Tick, Trainer
 from fedharmony.methods.base import Groups, Method, Stage
 from fedharmony.models.base import Model, unstack
+from fedharmony.privacy import Clipping
 from fedharmony.types import BUFFERS, PARAMS, Index, Record, Reply, Tensors
 
 
@@ -41,6 +43,7 @@ class Cohort:
         frozen: the model's frozen tensors, which never travel.
         memory: what clients keep between rounds.
         changes: random changes of training images.
+        clipping: bounds of what leaves a client, for differential privacy.
     """
 
     def __init__(
@@ -57,8 +60,9 @@ class Cohort:
         memory: ClientMemory | None = None,
         changes: AugmentSettings | None = None,
         means: Means | None = None,
+        clipping: Clipping | None = None,
     ) -> None:
-        self.means, self.method = means or Means(), method
+        self.means, self.method, self.clipping = means or Means(), method, clipping
         self.data = ClientData(data, clients, seed, device, memory or ClientMemory())
         self.sizes = self.data.sizes
         constants = {name: tensor.to(device) for name, tensor in (frozen or {}).items()}
@@ -94,6 +98,9 @@ class Cohort:
         ``plain`` takes the plain path this once.
         """
         trainer, sweeper = self._plain if plain else (self.trainer, self.sweeper)
+        if self.method.task.sums:
+            views = {k: self.data.view(k, round) for k in messages}
+            messages = {k: self.method.received(views[k], m) for k, m in messages.items()}
         clients, sweep = self.data.by_size(messages), stage.sweep
         results: list[dict[str, Mapping[str, Tensor]]] = [{} for _ in clients]
         scalars: list[dict[str, float]] = [{} for _ in clients]
@@ -139,6 +146,19 @@ class Cohort:
             if kept:
                 self.data.memory.write(k, round, kept)
         return [replies[k] for k in messages]
+
+    def share(self, round: int, message: Record, reply: Reply) -> Reply:
+        """What leaves a client where the server sees sums: its share, with numbers for events."""
+        view, n = self.data.view(reply.client, round), reply.examples
+        share = self.method.share(round, view, message, reply)
+        scalars = reply.record.scalars
+        loss, rows = (float(scalars.get(name, 0.0)) for name in ("loss", "rows"))
+        numbers = {"examples": n, "loss": n * loss, "rows": rows}
+        made = {name: torch.tensor(value, dtype=torch.float64) for name, value in numbers.items()}
+        record = Record({**share.groups, NUMBERS: {**share.get(NUMBERS), **made}})
+        if self.clipping is not None:
+            record = self.clipping.cut(record, message)
+        return Reply(reply.client, 0, record, reply.finite, reply.saved)
 
 
 def _workers(

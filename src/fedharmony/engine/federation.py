@@ -19,14 +19,27 @@ from annotated_types import Ge, Gt, Le, Lt
 from pydantic import Field
 from torch import Tensor
 
+from fedharmony.aggregate import NUMBERS, pooled
 from fedharmony.config import Checked
 from fedharmony.engine.sampling import drops_out
 from fedharmony.engine.server_average import ServerAverage
 from fedharmony.errors import ClientLimitError
 from fedharmony.methods.base import Method, Stage
+from fedharmony.privacy import Noise
 from fedharmony.robust import Robust, Rule
 from fedharmony.transport.base import Transport
-from fedharmony.types import BUFFERS, LARGEST, PARAMS, Failure, Form, Packed, Record, Reply
+from fedharmony.transport.sums import AddedUp, Summing
+from fedharmony.types import (
+    BUFFERS,
+    EVERYBODY,
+    LARGEST,
+    PARAMS,
+    Failure,
+    Form,
+    Packed,
+    Record,
+    Reply,
+)
 
 Event = dict[str, Any]
 AverageRule = (
@@ -47,7 +60,8 @@ class FederationSettings(Checked):
     Attributes:
         participation: share of the clients that take part in a round.
         cohort: number of clients per round; overrides ``participation``.
-        sampling: draw clients with equal chance, or with chance ∝ their number of images.
+        sampling: draw clients with equal chance, or with chance ∝ their number of images;
+            "poisson" draws each client by itself, so that cohorts differ in size.
         average: weigh models by number of images, or equally. Sampling *and* averaging by size
             gives large clients weight ∝ n²; that is what the FedHarmony paper prints.
         drop_rate: chance that a selected client is lost after it received its message.
@@ -67,13 +81,16 @@ class FederationSettings(Checked):
             "multi_krum" leaves out.
         robust_bound: "norm_bound", "same_direction": longest update, in medians of their lengths.
         robust_cap: largest weight of a client, in medians of its cohort's weights; not for "none".
+        server_sees: what of a cohort reaches the server: its "replies", or nothing but their "sums"
+            (``transport/sums.py``); rules of averaging that bear lies need replies.
+        sum_least: a sum over fewer clients is thrown away.
         central: one party trains, on all images with all their labels; a round sees as many images
             as the cohort would have trained on. For "fedavg" only.
     """
 
     participation: Annotated[float, Gt(0), Le(1)] = 0.5
     cohort: Annotated[int, Ge(1)] | None = None
-    sampling: Literal["uniform", "size"] = "uniform"
+    sampling: Literal["uniform", "size", "poisson"] = "uniform"
     average: Literal["size", "uniform"] = "size"
     drop_rate: Annotated[float, Ge(0), Lt(1)] = 0.0
     max_failures: Annotated[float, Ge(0), Le(1)] = 0.5
@@ -85,6 +102,8 @@ class FederationSettings(Checked):
     robust_bad: Annotated[float, Ge(0), Lt(0.5)] = 0.3
     robust_bound: Annotated[float, Gt(0)] = 2.0
     robust_cap: Annotated[float, Ge(1)] = 3.0
+    server_sees: Literal["replies", "sums"] = "replies"
+    sum_least: Annotated[int, Ge(2)] = 3
     central: bool = False
 
     @property
@@ -122,6 +141,14 @@ class Tally:
             self.images += reply.examples * epochs
             self.rows += float(reply.record.scalars.get("rows", 0.0))
             self.loss += float(reply.record.scalars.get("loss", 0.0)) * reply.examples
+
+    def count_sum(self, clients: Sequence[int], numbers: Mapping[str, float], epochs: int) -> None:
+        """Add the sum of a cohort's training; where clients are private, only who took part."""
+        self.reported += clients
+        self.examples += int(numbers.get("examples", 0))
+        self.images += int(numbers.get("examples", 0)) * epochs
+        self.rows += numbers.get("rows", 0.0)
+        self.loss += numbers.get("loss", 0.0)
 
     def event(self, round: int, cohort: Sequence[int], seconds: float) -> Event:
         """The round as one JSON line."""
@@ -161,6 +188,7 @@ class Federation:
         epochs: local epochs, which bound the steps that a client may claim.
         opening: exchanges before the first training, whatever the method.
         names: of the clients, where they have some.
+        noise: what is added to sums, for differential privacy.
     """
 
     method: Method
@@ -171,14 +199,11 @@ class Federation:
     epochs: int
     opening: Sequence[Stage] = ()
     names: Sequence[str] = ()
+    noise: Noise | None = None
 
     def stages(self, round: int) -> Sequence[Stage]:
         """The exchanges of a round: the method's, and before the first training the opening."""
-        stages = self.method.stages(round)
-        if round > 0 or not self.opening:
-            return stages
-        first = next((i for i, stage in enumerate(stages) if stage.train), len(stages))
-        return [*stages[:first], *self.opening, *stages[first:]]
+        return stages_of(self.method, self.opening, round)
 
     def run(
         self,
@@ -196,16 +221,19 @@ class Federation:
         for round in range(start, len(self.schedule)):
             began, tally, cohort = time.perf_counter(), Tally(), self.schedule[round]
             for stage in self.stages(round):
-                before = state
-                sent = stage.broadcast(state, round, self._everyone() if stage.everyone else cohort)
-                replies = self._replies(stage, state, round, sent, tally)
+                before, asked = state, self._everyone() if stage.everyone else cohort
+                if not asked:
+                    continue
+                sent = stage.broadcast(state, round, asked)
+                bring = self._sum if self.settings.server_sees == "sums" else self._replies
+                replies = bring(stage, state, round, sent, tally)
                 outcome = stage.aggregate(state, round, sent, replies)
                 self._enforce_limit(stage, round, len(sent), tally)
                 state = outcome.state
                 if stage.train:
                     state = average.add(before, state, round)
                     state = average.shown(state) if round + 1 == len(self.schedule) else state
-                tally.weights.update(outcome.weights)
+                tally.weights.update({k: w for k, w in outcome.weights.items() if k != EVERYBODY})
                 tally.log.update(outcome.log)
             observe(tally.event(round, cohort, time.perf_counter() - began))
             after_round(round, state)
@@ -223,12 +251,7 @@ class Federation:
         So clients of like size come together, which a transport can train faster. The order is the
         same for every transport, so that sums over replies have the same bits.
         """
-        rate, expected = self.settings.drop_rate, self._expected(stage, state)
-        lost = {k for k in sent if drops_out(rate, self.seed, round, k)}
-        tally.dropped = sorted({*tally.dropped, *lost})
-        tally.bytes_down += sum(message.nbytes for message in sent.values())
-        order = sorted(sent, key=lambda k: (-self.transport.sizes[k], k))
-        asked = {k: sent[k] for k in order if k not in lost}
+        expected, asked = self._expected(stage, state), self._asked(round, sent, tally)
         waiting = set(asked)
         for answer in self.transport.exchange(stage, round, asked):
             if isinstance(answer, Reply):
@@ -248,6 +271,44 @@ class Federation:
     def _named(self, failure: Failure) -> Failure:
         known = 0 <= failure.client < len(self.names)
         return replace(failure, name=self.names[failure.client]) if known else failure
+
+    def _asked(self, round: int, sent: Mapping[int, Record], tally: Tally) -> dict[int, Record]:
+        """The messages that arrive, largest clients first; the others drop out."""
+        rate = self.settings.drop_rate
+        lost = {k for k in sent if drops_out(rate, self.seed, round, k)}
+        tally.dropped = sorted({*tally.dropped, *lost})
+        tally.bytes_down += sum(message.nbytes for message in sent.values())
+        order = sorted(sent, key=lambda k: (-self.transport.sizes[k], k))
+        return {k: sent[k] for k in order if k not in lost}
+
+    def _sum(
+        self, stage: Stage, state: Record, round: int, sent: Mapping[int, Record], tally: Tally
+    ) -> Iterator[Reply]:
+        """One reply for the whole cohort: the mean model, and sums; nothing of single clients.
+
+        A sum over too few clients says too much of each: it is thrown away.
+        """
+        asked = self._asked(round, sent, tally)
+        adds = self.transport if isinstance(self.transport, Summing) else AddedUp(self.transport)
+        total = adds.total(stage, round, asked)
+        tally.failures += total.failures
+        tally.bytes_up += total.nbytes
+        tally.saved += total.saved
+        least = self.settings.sum_least if self.noise is None else 1
+        if total.record is None or len(total.clients) < least:
+            return
+        if (reason := _out_of_range(total.record, {}, None)) is not None:
+            tally.failures += [Failure(k, stage.name, round, reason) for k in total.clients]
+            return
+        numbers = {name: float(t) for name, t in total.record.get(NUMBERS).items()}
+        if stage.train:
+            tally.count_sum(total.clients, numbers, self.epochs)
+        examples = int(numbers.get("examples", 0))
+        if self.noise is None:
+            record = Record(pooled(total.record, state))
+        else:
+            record = self.noise.released(total.record, state, stage.name, round)
+        yield Reply(EVERYBODY, examples, record, True, clients=total.clients)
 
     def _doubt(self, stage: Stage, reply: Reply, expected: Forms) -> str | None:
         """Why a reply is not believed, or None."""
@@ -283,6 +344,15 @@ class Federation:
                 f"more than federation.max_failures = {self.settings.max_failures:g} allows: "
                 f"{shown}. The state after {round} rounds is saved. Mend the cause and resume."
             )
+
+
+def stages_of(method: Method, opening: Sequence[Stage], round: int) -> Sequence[Stage]:
+    """The exchanges of a round; what opens a run comes before the first training."""
+    stages = method.stages(round)
+    if round > 0 or not opening:
+        return stages
+    first = next((i for i, stage in enumerate(stages) if stage.train), len(stages))
+    return [*stages[:first], *opening, *stages[first:]]
 
 
 def problem(record: Record, expected: Forms, finite: bool | None = None) -> str | None:

@@ -36,7 +36,8 @@ class Schedule(Sequence[list[int]]):
     A round has a generator of its own: when its cohort is drawn, and which others were, changes no
     bit of it. ``size`` draws one client after the other with probability ∝ n_k among those left. A
     client's chance to be *in* the cohort is then not exactly ∝ n_k when the cohort is large or
-    sizes are very unequal. Clients without images are never drawn.
+    sizes are very unequal. ``poisson`` draws each client by itself, with chance cohort / clients:
+    cohorts differ in size, and may be empty. Clients without images are never drawn.
 
     >>> list(Schedule({0: 5, 1: 0, 2: 5}, rounds=2, cohort=2, sampling="uniform", seed=0))
     [[0, 2], [0, 2]]
@@ -44,15 +45,15 @@ class Schedule(Sequence[list[int]]):
     Attributes:
         sizes: number of images of each client, by its id.
         rounds: how many there are.
-        cohort: clients per round, drawn without replacement.
-        sampling: with equal chance, or by size.
+        cohort: clients per round, drawn without replacement; expected number for ``poisson``.
+        sampling: with equal chance, by size, or each by itself.
         seed: of the run.
     """
 
     sizes: Mapping[int, int]
     rounds: int
     cohort: int
-    sampling: Literal["uniform", "size"]
+    sampling: Literal["uniform", "size", "poisson"]
     seed: int
 
     def __post_init__(self) -> None:
@@ -83,6 +84,9 @@ class Schedule(Sequence[list[int]]):
         counts = np.asarray([self.sizes[k] for k in eligible], dtype=np.float64)
         chance = counts / counts.sum() if self.sampling == "size" else None
         rng = numpy_rng(self.seed, "cohort", round)
+        if self.sampling == "poisson":
+            drawn = rng.random(len(eligible)) < self.cohort / len(eligible)
+            return [k for k, taken in zip(eligible, drawn, strict=True) if taken]
         return sorted(int(k) for k in rng.choice(eligible, self.cohort, replace=False, p=chance))
 
 

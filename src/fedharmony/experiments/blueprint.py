@@ -15,7 +15,7 @@ import numpy as np
 import torch
 
 from fedharmony.config import machine_memory
-from fedharmony.engine.federation import Federation, FederationSettings
+from fedharmony.engine.federation import Federation, FederationSettings, stages_of
 from fedharmony.engine.head_start import opening
 from fedharmony.engine.optimise import TrainSettings
 from fedharmony.engine.sampling import Schedule, cohort_size, images_of_rounds
@@ -24,8 +24,10 @@ from fedharmony.errors import CheckpointError, ConfigError
 from fedharmony.experiments.settings import CENTRAL_METHOD, Settings
 from fedharmony.methods.base import Method, Stage, Task, methods
 from fedharmony.models.base import Backbone, FeatureSpec, InputSpec, Model, models
+from fedharmony.privacy import Budget, Clipping, Exchanges, Ledger, Noise, budget
 from fedharmony.rng import torch_rng
 from fedharmony.robust import Robust
+from fedharmony.terminal import warn_once
 from fedharmony.transport.base import Transport
 from fedharmony.types import FROZEN, Record, Tensors
 
@@ -61,6 +63,7 @@ class Blueprint:
         schedule: the cohort of each round.
         opening: exchanges before the first training, whatever the method.
         gathered: for training in one place, the number of images that each round sees.
+        budget: what the run costs, where clients are private.
     """
 
     settings: Settings
@@ -70,6 +73,26 @@ class Blueprint:
     schedule: Sequence[Sequence[int]]
     opening: Sequence[Stage] = ()
     gathered: Sequence[int] | None = None
+    budget: Budget | None = None
+
+    @property
+    def rounds(self) -> int:
+        """Rounds of the run: as many as were asked for, or as a budget allows."""
+        return len(self.schedule)
+
+    @property
+    def clipping(self) -> Clipping | None:
+        """How clients bound what they send, if they do."""
+        privacy = self.settings.privacy
+        return Clipping(privacy.clip, privacy.clip_sums) if privacy.active else None
+
+    @property
+    def noise(self) -> Noise | None:
+        """What sums get before they are read, if anything."""
+        if self.budget is None or (clipping := self.clipping) is None:
+            return None
+        ledger, seed = self.budget.ledger, self.settings.run.seed
+        return Noise(self.budget.multiplier, clipping, ledger.sampling, ledger.cohort, seed)
 
     @cached_property
     def parameters(self) -> tuple[Tensors, Tensors]:
@@ -88,7 +111,7 @@ class Blueprint:
         saved, made = state.get(FROZEN), self.parameters[1]
         same = saved.keys() == made.keys() and all(torch.equal(saved[n], made[n]) for n in made)
         # After the last round a method may have fitted them; nothing is trained with them then.
-        if not same and rounds_done < self.settings.run.rounds:
+        if not same and rounds_done < self.rounds:
             raise CheckpointError(
                 "The frozen part of the model is not the one this run began with: a file it is "
                 "read from (weights, label text) has changed since. Put the old file back, or "
@@ -115,7 +138,7 @@ class Blueprint:
         by_size = federation.sampling == "size"
         cohort = cohort_size(len(sizes), federation.participation, federation.cohort)
         mean = float(np.average(sizes, weights=sizes if by_size else None))
-        return round(self.settings.run.rounds * self.settings.training.epochs * cohort * mean)
+        return round(self.rounds * self.settings.training.epochs * cohort * mean)
 
     def federation(self, transport: Transport) -> Federation:
         """The round loop over clients that a transport reaches."""
@@ -128,6 +151,7 @@ class Blueprint:
             epochs=self.training.epochs,
             opening=self.opening,
             names=self.facts.names,
+            noise=self.noise,
         )
 
     @property
@@ -136,19 +160,32 @@ class Blueprint:
         return ServerAverage(self.taking_part.server_average)
 
 
-def blueprint(settings: Settings, facts: Facts) -> Blueprint:
-    """Make method, model and cohorts; whatever does not fit together is refused here."""
+def blueprint(settings: Settings, facts: Facts, at_site: bool = False) -> Blueprint:
+    """Make method, model and cohorts; whatever does not fit together is refused here.
+
+    ``at_site``: all clients but one are elsewhere, and what concerns cohorts is the server's.
+    """
     run, train, federation = settings.run, settings.training, settings.federation
     backbone = make_backbone(settings, settings.model.own, facts.input)
     method = make_method(settings, settings.method_config, facts, backbone)
     model = make_model(settings, backbone, method)
     holders = sum(size > 0 for size in facts.sizes.values())
     cohort = cohort_size(holders, federation.participation, federation.cohort)
-    refuse_small_cohort(federation.averaging, cohort)
-    schedule = Schedule(facts.sizes, run.rounds, cohort, federation.sampling, run.seed)
+    if not at_site:
+        refuse_small_cohort(federation.averaging, cohort)
+        if federation.server_sees == "sums":
+            refuse_without_replies(settings, method, cohort)
+    rounds, spending = run.rounds, None
+    if settings.privacy.active:
+        refuse_unprotected(settings, method, model, holders)
+    if settings.privacy.active and not at_site:
+        spending = _spending(settings, facts, backbone, holders, cohort)
+        rounds = len(spending.rounds)
+        method = make_method(settings, settings.method_config, facts, backbone, rounds)
+    schedule = Schedule(facts.sizes, rounds, cohort, federation.sampling, run.seed)
     first = opening(method, model.head, settings.taking_part)
     if not federation.central:
-        return Blueprint(settings, facts, model, method, schedule, first)
+        return Blueprint(settings, facts, model, method, schedule, first, budget=spending)
     if settings.attack.kind != "none":
         raise ConfigError(
             f"federation.central = true trains in one place, where nobody lies, and attack.kind = "
@@ -161,8 +198,8 @@ def blueprint(settings: Settings, facts: Facts) -> Blueprint:
         )
     # Round t is a client of its own, which nobody remembers: so its images can be counted out.
     counts = images_of_rounds(facts.sizes, schedule, train.epochs, federation.drop_rate, run.seed)
-    rounds = [[t] if count else [] for t, count in enumerate(counts)]
-    return Blueprint(settings, facts, model, method, rounds, first, counts)
+    parties = [[t] if count else [] for t, count in enumerate(counts)]
+    return Blueprint(settings, facts, model, method, parties, first, counts)
 
 
 def refuse_small_cohort(robust: Robust, cohort: int) -> None:
@@ -177,15 +214,103 @@ def refuse_small_cohort(robust: Robust, cohort: int) -> None:
         )
 
 
+def refuse_without_replies(settings: Settings, method: Method, cohort: int) -> None:
+    """Refuse what needs single replies where the server sees sums."""
+    federation, sees = settings.federation, "federation.server_sees = 'sums'"
+    if method.no_sums:
+        raise ConfigError(f"{sees} is not possible for {settings.method_name}: {method.no_sums}.")
+    if federation.robust != "none":
+        raise ConfigError(
+            f"{sees} and federation.robust = {federation.robust!r} exclude each other: a rule that "
+            "bears lies compares single replies, and a sum has none. Choose one of the two."
+        )
+    if federation.sampling == "size":
+        raise ConfigError(
+            f"{sees} keeps the number of a client's images from the server, and "
+            "federation.sampling = 'size' draws clients by it. Use federation.sampling = 'uniform'."
+        )
+    if federation.central:
+        raise ConfigError(
+            f"{sees} has no meaning where one party trains (federation.central = true). Remove one "
+            "of the two."
+        )
+    if cohort < federation.sum_least:
+        raise ConfigError(
+            f"{sees} needs at least federation.sum_least = {federation.sum_least} clients in every "
+            f"sum, and {cohort} take part in a round. Raise federation.cohort or "
+            "federation.participation."
+        )
+    if settings.attack.kind not in ("none", "label_flip", "label_off"):
+        raise ConfigError(
+            f"attack.kind = {settings.attack.kind!r} changes replies, and {sees} has none. Use "
+            "'label_flip' or 'label_off', which lie in the data, or federation.server_sees = "
+            "'replies'."
+        )
+
+
+def refuse_unprotected(settings: Settings, method: Method, model: Model, clients: int) -> None:
+    """Refuse what would leave clients past the noise, where they are to be private."""
+    federation, privacy = settings.federation, settings.privacy
+    if federation.server_sees != "sums":
+        raise ConfigError(
+            "[privacy] puts noise on sums, and federation.server_sees = 'replies' shows each reply "
+            "without it. Set federation.server_sees = 'sums'."
+        )
+    if federation.average != "uniform":
+        raise ConfigError(
+            "[privacy] bounds what a client can change, and federation.average = 'size' lets it "
+            "weigh by its number of images, which is a secret, too. Set federation.average = "
+            "'uniform'."
+        )
+    if method.no_privacy:
+        raise ConfigError(f"[privacy] and {settings.method_name}: {method.no_privacy}.")
+    if model.backbone.init_buffers():
+        raise ConfigError(
+            f"[privacy] bounds updates of parameters; model {model.backbone.name!r} also sends the "
+            "running statistics of batch normalisation. Choose a model without them."
+        )
+    if settings.run.thresholds > 0:
+        raise ConfigError(
+            f"run.thresholds = {settings.run.thresholds:g} chooses thresholds on the clients' "
+            "images, without noise. Set it to 0 where clients are to be private."
+        )
+    if privacy.delta >= 1 / max(clients, 1):
+        warn_once(
+            f"privacy.delta = {privacy.delta:g} is not below 1/{clients}, the share of one client: "
+            "a mechanism that gives one client away altogether would pass. Lower it."
+        )
+
+
+def _spending(
+    settings: Settings, facts: Facts, backbone: Backbone, clients: int, cohort: int
+) -> Budget:
+    """The noise, the rounds and the cost of a run with private clients."""
+    sampling = settings.federation.sampling
+    assert sampling != "size", "refused where the server sees sums"
+
+    def exchanges(rounds: int) -> tuple[Exchanges, ...]:
+        method = make_method(settings, settings.method_config, facts, backbone, rounds)
+        first = opening(method, method.head(backbone.width), settings.taking_part)
+        asked = [[s.everyone for s in stages_of(method, first, t)] for t in range(rounds)]
+        return tuple(Exchanges(stages.count(False), stages.count(True)) for stages in asked)
+
+    ledger = Ledger(settings.privacy.delta, clients, cohort, sampling)
+    return budget(settings.privacy, ledger, settings.run.rounds, exchanges)
+
+
 def make_method(
-    settings: Settings, config: Method.Config, facts: Facts, backbone: Backbone
+    settings: Settings,
+    config: Method.Config,
+    facts: Facts,
+    backbone: Backbone,
+    rounds: int | None = None,
 ) -> Method:
-    """The chosen method with its own settings ``config``, for a task."""
+    """The chosen method with its own settings ``config``, for a task of so many rounds."""
     run, train, federation = settings.run, settings.training, settings.federation
     task = Task(
         classes=len(facts.classes),
         clients=len(facts.sizes),
-        rounds=run.rounds,
+        rounds=rounds or run.rounds,
         batch_size=train.batch_size,
         epochs=train.epochs,
         seed=run.seed,
@@ -202,6 +327,8 @@ def make_method(
         pixels=isinstance(facts.input, InputSpec),
         unknown_labels=facts.unknown_labels,
         robust=federation.averaging,
+        server_sees=federation.server_sees,
+        private=settings.privacy.active,
     )
     return methods[settings.method_name](config, task)
 

@@ -107,6 +107,7 @@ class Assembly:
             memory,
             self.settings.augment,
             self.means,
+            plan.clipping,
         )
         transport: Transport = InProcess(cohort, self.stack_rule(), tick)
         if crew().size > 1:

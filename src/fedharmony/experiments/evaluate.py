@@ -237,6 +237,7 @@ def summarise(
     ``events`` are those of the whole run.
     """
     settings, data, found = assembly.settings, assembly.data, evaluation.metrics
+    plan = assembly.blueprint
     prevalence = None  # where the training labels are elsewhere: that of the test set
     if len(data.train):
         prevalence = _positives(data.train) / np.maximum(_known(data.train), 1)
@@ -248,8 +249,9 @@ def summarise(
         "label": settings.label,
         "status": "completed",
         "seed": settings.run.seed,
-        "rounds": settings.run.rounds,
-        "rounds_done": settings.run.rounds,
+        "rounds": plan.rounds,
+        "rounds_done": plan.rounds,
+        "privacy": None if plan.budget is None else plan.budget.spent(plan.rounds),
         "metrics": found.as_dict(),
         "structure": evaluation.structure_numbers(),
         "per_user": None if users is None else per_user(evaluation.names, users),

@@ -29,7 +29,7 @@ def outlook(assembly: Assembly, first: int) -> list[str]:
     weights = getattr(settings.model.own, "weights", None)
     warnings = [plan.method.remark, scratch_warning(plan.model, weights, assembly.train_images)]
     if assembly.device.type == "cpu" and assembly.clients:
-        rounds = settings.run.rounds - first
+        rounds = plan.rounds - first
         evaluations = math.ceil(rounds / settings.run.eval_every)
         warnings.append(
             time_warning(
@@ -37,7 +37,7 @@ def outlook(assembly: Assembly, first: int) -> list[str]:
                 {**plan.parameters[0], **plan.parameters[1]},
                 data.train.images.shape,
                 settings.train.batch_size,
-                plan.images * rounds // settings.run.rounds,
+                plan.images * rounds // plan.rounds,
                 evaluations * len(data.test),
             )
         )

@@ -151,7 +151,8 @@ def _first_round(
 def _rounds(assembly: Assembly, folder: RunFolder, saved: Saved, observe: Observer) -> Results:
     """Run the remaining rounds, and leave events, checkpoints and results in the folder."""
     settings, began, first = assembly.settings, time.perf_counter(), saved.rounds_done
-    rounds, latest = settings.run.rounds, list[Evaluation]()
+    rounds, latest = assembly.blueprint.rounds, list[Evaluation]()
+    spending = assembly.blueprint.budget
     memory = ClientMemory(folder["memory"], settings.engine.memory_mb * 2**20)
     if first < rounds and f"{memory.seal(first):064x}" != saved.memory:
         raise CheckpointError(
@@ -168,6 +169,8 @@ def _rounds(assembly: Assembly, folder: RunFolder, saved: Saved, observe: Observ
             return
         if event["event"] == "round" and assembly.attack.active:
             event = {**event, "liars": assembly.attack.lying(event["round"], event["cohort"])}
+        if event["event"] == "round" and spending is not None:
+            event = {**event, "privacy": spending.spent(event["round"] + 1)}
         log.append(event)
         track(event)
         observe(event)
@@ -255,7 +258,7 @@ def start_event(assembly: Assembly, first: int) -> Event:
         "event": "start",
         "method": settings.method_name,
         "label": settings.label,
-        "rounds": settings.run.rounds,
+        "rounds": plan.rounds,
         "clients": 1 if settings.federation.central else len(plan.facts.sizes),
         "client_names": list(plan.facts.names) or None,
         "cohort": len(plan.schedule[0]),

@@ -10,6 +10,7 @@
 ``augment``   random changes of training images
 ``federation`` participation, sampling, averaging, failures
 ``attack``    clients that lie; nobody does unless it is set
+``privacy``   differential privacy of clients; none unless it is set
 ``methods``   one subsection per method, for instance ``[methods.fedharmony]``; its own subsection
               ``train`` (``[methods.fedharmony.train]``) replaces settings of ``[train]``
 ``tune``      what ``fedharmony tune`` tries: ``lr``, and one subsection per method
@@ -59,6 +60,7 @@ from fedharmony.methods.base import Method, methods
 from fedharmony.metrics import MetricOptions
 from fedharmony.models.base import Backbone, models
 from fedharmony.partition.base import Splitter, splitters
+from fedharmony.privacy import PrivacySettings
 from fedharmony.reading import is_there
 from fedharmony.registry import load_plugins
 from fedharmony.terminal import plain
@@ -280,6 +282,7 @@ class Settings:
     augment: AugmentSettings
     federation: FederationSettings
     attack: AttackSettings
+    privacy: PrivacySettings
     metrics: MetricOptions
     engine: EngineSettings
     tune: TuneSettings
@@ -360,8 +363,9 @@ class Settings:
         return replace(
             changed,
             train=replace(self.train, schedule="cosine"),
-            federation=replace(self.federation, central=True),
+            federation=replace(self.federation, central=True, server_sees="replies"),
             attack=AttackSettings(),
+            privacy=PrivacySettings(),
             run=replace(changed.run, label=CENTRAL),
         )
 
@@ -436,6 +440,7 @@ PLAIN: Mapping[str, type[object]] = {
     "augment": AugmentSettings,
     "federation": FederationSettings,
     "attack": AttackSettings,
+    "privacy": PrivacySettings,
     "metrics": MetricOptions,
     "engine": EngineSettings,
     "tune": TuneSettings,
@@ -492,6 +497,7 @@ def compose(tree: Mapping[str, Any]) -> Settings:
         augment=build(AugmentSettings, part["augment"], "augment"),
         federation=federation,
         attack=build(AttackSettings, part["attack"], "attack"),
+        privacy=build(PrivacySettings, part["privacy"], "privacy"),
         metrics=build(MetricOptions, part["metrics"], "metrics"),
         engine=build(EngineSettings, part["engine"], "engine"),
         tune=build(TuneSettings, {k: v for k, v in part["tune"].items() if k not in grids}, "tune"),

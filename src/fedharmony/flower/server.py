@@ -112,6 +112,11 @@ def _builder(folder: RunFolder, post: Post, terms: Terms) -> runs.Build:
         roster = Roster(post, about, terms, sites)
         roster.gather()
         plan = blueprint(settings, _facts(loaded, roster))
+        if plan.rounds < settings.run.rounds:  # sites count rounds by the settings
+            raise ConfigError(
+                f"privacy.epsilon = {settings.privacy.epsilon} suffices for {plan.rounds} rounds "
+                f"only. Set run.rounds = {plan.rounds}."
+            )
         partition_by_size = _partition(plan.facts)
 
         def transport() -> Sites:

@@ -19,6 +19,8 @@ The hooks, in the order in which a round meets them::
             pull(params, start, message, carry)   gradient of a penalty on the parameters
             sweep                                 one pass over the client's data after training
             remember(round, reply)                what the client keeps for its next round
+            received(view, message)               where the server sees sums: the own message,
+            share(round, view, message, reply)    and what is added to the sum of the cohort
     server  aggregate(state, round, sent, replies)
             evaluation(state)                     the message that normalise sees at evaluation
             predict(outputs, state)               model outputs -> scores in [0, 1]
@@ -36,7 +38,7 @@ from typing import Any, ClassVar, Literal, Protocol, TypeVar
 import torch
 from torch import Tensor
 
-from fedharmony.aggregate import ModelMean
+from fedharmony.aggregate import ModelMean, weighted
 from fedharmony.config import Checked
 from fedharmony.losses import Batch, LossSettings, task_loss
 from fedharmony.models.base import Head, stack
@@ -78,6 +80,15 @@ class Task:
     unknown_labels: bool = False
     #: How models are averaged where clients may lie.
     robust: Robust = field(default_factory=Robust)
+    #: What of a cohort reaches the server: each reply, or the sum of all.
+    server_sees: Literal["replies", "sums"] = "replies"
+    #: Whether shares are cut and sums get noise, for differential privacy.
+    private: bool = False
+
+    @property
+    def sums(self) -> bool:
+        """Whether the server sees nothing but sums over clients."""
+        return self.server_sees == "sums"
 
 
 @dataclass(frozen=True)
@@ -265,6 +276,25 @@ class Method:
         return ""
 
     @property
+    def no_sums(self) -> str:
+        """Why the method cannot work where the server sees sums over clients only, with advice.
+
+        Empty if it can: ``aggregate`` is then given one reply for a whole cohort, with its mean
+        model and the sums of what its sweeps found.
+        """
+        if type(self).aggregate is Method.aggregate:
+            return ""
+        return (
+            "its server side reads single replies. Use federation.server_sees = 'replies', or a "
+            "method that averages models"
+        )
+
+    @property
+    def no_privacy(self) -> str:
+        """Why clients cannot be private with the method's settings, with advice; mostly empty."""
+        return ""
+
+    @property
     def remark(self) -> str:
         """What should be known of the method's settings before a run begins; mostly nothing."""
         return ""
@@ -357,6 +387,19 @@ class Method:
     def remember(self, round: int, reply: Record) -> Tensors:
         """What a client keeps until it next takes part, from what it just sent; {} is nothing."""
         return {}
+
+    # -- where the server sees sums ---------------------------------------------------------------
+
+    def received(self, view: ClientView, message: Record) -> Record:
+        """The message as the client reads it: it may add what follows from its own memory.
+
+        Asked only where the server sees sums, and so cannot write a message for each client.
+        """
+        return message
+
+    def share(self, round: int, view: ClientView, message: Record, reply: Reply) -> Record:
+        """What a client adds to the sum of its cohort: its weighted model, and its own sums."""
+        return weighted(reply.record, self.weight(reply))
 
     # -- server, after ----------------------------------------------------------------------------
 

@@ -74,6 +74,14 @@ class FedCurv(Method):
 
     search: ClassVar[Mapping[str, Sequence[Any]]] = {"weight": (1e-3, 1e-2, 1e-1, 1.0)}
 
+    @property
+    def no_sums(self) -> str:
+        """The Fisher information of each client."""
+        return (
+            "its server side reads u and v of single clients, and with policy = 'memory' it keeps "
+            "them. Use federation.server_sees = 'replies', or fedprox"
+        )
+
     def init_state(self, params: Tensors, buffers: Tensors) -> Record:
         """As FedAvg; refuses a table that would not fit."""
         size = 2 if self.config.payload == "float16" else 4

@@ -93,6 +93,14 @@ class FedNova(Method):
         assert isinstance(config, cls.Config)
         return "-diagnostic" if config.tau_eff == "ones" else ""
 
+    @property
+    def no_sums(self) -> str:
+        """The steps of each client."""
+        return (
+            "its server side counts the steps of each client. Use federation.server_sees = "
+            "'replies', or fedavg"
+        )
+
     @stacked
     def pull(
         self,

@@ -76,6 +76,14 @@ class FedRDN(Method):
 
     search: ClassVar[Mapping[str, Sequence[Any]]] = {"draw": ("image_pair", "batch_independent")}
 
+    @property
+    def no_sums(self) -> str:
+        """The list that clients draw from."""
+        return (
+            "clients draw from a list of everybody's mean and standard deviation, and a sum is no "
+            "list. Use federation.server_sees = 'replies', or another method"
+        )
+
     def stages(self, round: int) -> Sequence[Stage]:
         """``statistics`` before the first round (or of each cohort), then ``update``."""
         update, everyone = super().stages(round), self.config.collect == "everyone"

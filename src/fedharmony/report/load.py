@@ -179,6 +179,15 @@ class RunView:
         return self.rounds_done
 
     @property
+    def privacy(self) -> dict[str, float]:
+        """ε, δ and the noise multiplier after the last round; empty where clients are not private.
+
+        Read from the log, which an unfinished run has, too.
+        """
+        last = self.rounds[-1].get("privacy") if self.rounds else self.results.get("privacy")
+        return {k: value for k, v in (last or {}).items() if math.isfinite(value := number(v))}
+
+    @property
     def rounds_done(self) -> int:
         """Rounds that are in the event log, or in the results where the log is missing."""
         if self.rounds:

@@ -10,6 +10,7 @@ import numpy as np
 from fedharmony.report.load import Runs
 from fedharmony.report.measures import decide, reliability, taken_for, worst_decile
 from fedharmony.report.panels.users import worst_users
+from fedharmony.report.words import privacy_words
 
 #: Labels of which pairs are looked at.
 MOST_LABELS = 2000
@@ -27,6 +28,10 @@ def remarks(runs: Runs) -> Iterator[str]:
             f"With a threshold for each label (chosen on {chosen.get('images', 0):,} held-out "
             f"training images): {_change('CF1', run.metrics, better)}, "
             f"{_change('OF1', run.metrics, better)}."
+        )
+    if run.privacy:
+        yield f"{privacy_words(run.privacy).capitalize()} (noise multiplier " + (
+            f"{run.privacy['noise_multiplier']:.3g}); see docs/privacy.md for what this means."
         )
     if run.scores is not None:
         if len(run.classes) <= MOST_LABELS:

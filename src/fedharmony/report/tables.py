@@ -91,6 +91,7 @@ _KEEP_FIRST = ("mAP", "CF1", "OF1", "O-mAP", "CP", "CR", "OP", "OR")
 COLUMNS: tuple[Column, ...] = (
     *(Column(name, name, _MEANINGS[name], 100.0, 1, True) for name in METRIC_NAMES),
     Column("structure_r", "structure r", _STRUCTURE, 1.0, 2, True),
+    Column("epsilon", "ε", "differential privacy of clients: what all rounds cost", 1.0, 2, False),
     Column("seconds", "s/round", "mean time of a round, without evaluation", 1.0, 2, False),
     Column("bytes_up", "MB up", "sent by all clients, per round", 1e-6, 2, False),
     Column("bytes_down", "MB down", "sent to all clients, per round", 1e-6, 2, False),
@@ -433,6 +434,7 @@ def _run_row(label: str, run: RunView, ranked: bool) -> RunRow:
     values = {
         **{name: run.metrics.get(name, math.nan) for name in METRIC_NAMES},
         "structure_r": run.structure.get("soft_pearson", math.nan),
+        "epsilon": run.privacy.get("epsilon", math.nan),
         **{key: run.per_round(key) for key in ("seconds", "bytes_up", "bytes_down")},
     }
     return RunRow(label, run.seed, values, run.status == "completed", run.clients_lost, ranked)

@@ -153,11 +153,22 @@ def facts(runs: Runs) -> list[str]:
             found.append(f"{start[key]:,} {words}")
     if start.get("device"):
         found.append(str(start["device"]))
+    if runs.alone and run.privacy:
+        found.append(privacy_words(run.privacy))
     if runs.alone:
         found.append(f"seed {run.seed}")
         if math.isfinite(run.seconds):
             found.append(duration(run.seconds))
     return found
+
+
+def privacy_words(spent: Mapping[str, float]) -> str:
+    """What clients' privacy cost, in a few words.
+
+    >>> privacy_words({"epsilon": 7.996, "delta": 1e-5, "noise_multiplier": 2.04})
+    'clients private with ε = 8.00, δ = 1e-05'
+    """
+    return f"clients private with ε = {spent['epsilon']:.2f}, δ = {spent['delta']:g}"
 
 
 def notices(runs: Runs) -> list[str]:

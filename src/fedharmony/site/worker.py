@@ -292,7 +292,7 @@ class Worker:
         settings = replace(settings, federation=alone)
         shape, sizes = self.data.train.images.shape, {client: self.images}
         facts = Facts(self.data.classes, InputSpec(*shape), sizes, bool(about.get("unknown")))
-        plan = blueprint(settings, facts)
+        plan = blueprint(settings, facts, at_site=True)
         backbone, images = plan.model.backbone, np.arange(self.images)
         means = choose_means(settings.engine, self.device, backbone.elements(), plan.images)
         return Assembly(

@@ -57,7 +57,10 @@ class InProcess:
                 if self._tick is not None:
                     self._tick(round, int(100 * (done + size * step / steps) / total), 100)
 
-            yield from self._run(stage, round, {k: messages[k] for k in members}, tick)
+            for answer in self._run(stage, round, {k: messages[k] for k in members}, tick):
+                if isinstance(answer, Reply) and self.cohort.method.task.sums:
+                    answer = self.cohort.share(round, messages[answer.client], answer)
+                yield answer
             done += len(members)
 
     def _run(

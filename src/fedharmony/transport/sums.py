@@ -1,0 +1,111 @@
+"""Sums over a cohort in place of replies: what the server sees where it may see no client.
+
+A client turns its reply into a *share* (:meth:`Method.share <fedharmony.methods.base.Method>`):
+tensors that are only ever added up. Shares of one stage have one form, so a cohort's sum is one
+record, from which nobody can tell what a single client has sent.
+
+:class:`Summing` is where secure aggregation goes: a transport that has ``total`` adds shares up on
+its own way, for instance under masks that cancel out, and the server never holds a single one.
+:class:`AddedUp` does it in the open, around any transport: the same sums, and a server (this
+process) that could look at what it adds. What goes into ``aggregate`` is the same in both.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Mapping
+from dataclasses import dataclass
+from typing import Protocol, runtime_checkable
+
+from fedharmony.aggregate import added
+from fedharmony.methods.base import Stage
+from fedharmony.transport.base import Transport
+from fedharmony.types import Failure, Packed, Record, Reply
+
+_Form = dict[tuple[str, str], tuple[int, ...]]
+
+
+@dataclass(frozen=True)
+class Total:
+    """The sum of a cohort's shares.
+
+    Attributes:
+        record: Σ of all shares, float64; none if there are none.
+        clients: who is in it: the server knows whom it asked, and who answered.
+        failures: who is not, and why.
+        nbytes: of all shares together.
+        saved: who was trained again on the plain path.
+    """
+
+    record: Record | None
+    clients: tuple[int, ...]
+    failures: tuple[Failure, ...]
+    nbytes: int
+    saved: tuple[int, ...] = ()
+
+
+@runtime_checkable
+class Summing(Protocol):
+    """A transport that brings back a sum, and no reply."""
+
+    def total(self, stage: Stage, round: int, messages: Mapping[int, Record]) -> Total:
+        """The sum of the shares of all clients that could give one."""
+
+
+class AddedUp:
+    """Adds up, in the open, the shares that a transport brings back.
+
+    A share that is not finite is left out by its client; one that has another form than the first
+    is left out here. Nothing else can be checked of a share: what bears lies (``robust.py``) needs
+    replies.
+    """
+
+    def __init__(self, transport: Transport) -> None:
+        self._transport = transport
+
+    def total(self, stage: Stage, round: int, messages: Mapping[int, Record]) -> Total:
+        """The sum, in the order of messages, so that it has the same bits every time."""
+        total: Record | None = None
+        form: _Form = {}
+        heard: list[Reply] = []
+        failures, nbytes = list[Failure](), 0
+        for answer in self._believed(stage, round, messages):
+            if isinstance(answer, Reply):
+                found = _form(answer.record)
+                form = form or found
+                if found == form:
+                    total = added(total, answer.record)
+                    nbytes += answer.record.nbytes
+                    heard.append(Reply(answer.client, 0, Record(), saved=answer.saved))
+                    continue
+                reason = "its share has another form than those before it"
+                answer = Failure(answer.client, stage.name, round, reason)
+            failures.append(answer)
+        clients = tuple(reply.client for reply in heard)
+        saved = tuple(reply.client for reply in heard if reply.saved)
+        return Total(total, clients, tuple(failures), nbytes, saved)
+
+    def _believed(
+        self, stage: Stage, round: int, messages: Mapping[int, Record]
+    ) -> Iterator[Reply | Failure]:
+        """Answers of those who were asked, once each; who is silent has failed."""
+        waiting = set(messages)
+        for answer in self._transport.exchange(stage, round, messages):
+            if answer.client in waiting:
+                waiting.discard(answer.client)
+                if isinstance(answer, Reply) and answer.finite is False:
+                    reason = "its share holds a value that is not finite"
+                    answer = Failure(answer.client, stage.name, round, reason)
+                yield answer
+        for client in sorted(waiting):
+            yield Failure(client, stage.name, round, "it did not answer")
+
+
+def _form(record: Record) -> _Form:
+    """Names and shapes of all tensors."""
+    shapes: _Form = {}
+    for group, members in record.groups.items():
+        if isinstance(members, Packed):
+            shapes |= {(group, name): shape for name, shape in members.layout.shapes}
+        else:
+            shapes |= {(group, name): tuple(t.shape) for name, t in members.items()}
+    return shapes

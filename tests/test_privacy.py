@@ -1,0 +1,427 @@
+"""Differential privacy of clients: bounds, noise, its price, and the budget."""
+
+from __future__ import annotations
+
+import json
+import math
+import sys
+from dataclasses import replace
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from hypothesis import given
+from hypothesis import strategies as st
+
+from fedharmony.aggregate import NUMBERS
+from fedharmony.consensus import CORRELATION, CorrelationTable, Operator
+from fedharmony.engine.checkpoint import load_record, save_record
+from fedharmony.engine.federation import FederationSettings
+from fedharmony.engine.sampling import Schedule
+from fedharmony.errors import ConfigError
+from fedharmony.experiments.blueprint import Blueprint, Facts, blueprint
+from fedharmony.experiments.folder import RunFolder
+from fedharmony.experiments.run import resume, start
+from fedharmony.experiments.settings import load_settings
+from fedharmony.models.base import InputSpec, models
+from fedharmony.privacy import (
+    Budget,
+    Clipping,
+    Exchanges,
+    Ledger,
+    Noise,
+    PrivacySettings,
+    accounting,
+    budget,
+    clipped,
+)
+from fedharmony.report.load import load
+from fedharmony.report.tables import table_of
+from fedharmony.report.words import facts
+from fedharmony.transport.sums import AddedUp
+from fedharmony.types import PARAMS, Packed, Record
+from test_sums import ABLE, SIZES, model, toy
+from toy import largest_difference, same_bits, toy_data
+
+pytest.importorskip("dp_accounting")
+EQUAL = FederationSettings(server_sees="sums", average="uniform")
+ONCE = (Exchanges(1, 0),)
+WIDE = Clipping(1e9, 1e9)
+HARMONY = {"quality": False, "align_weight": 2.0}
+
+
+def private(multiplier: float = 1e-30, clipping: Clipping = WIDE, cohort: int = 4) -> Noise:
+    return Noise(multiplier, clipping, "uniform", cohort, seed=0)
+
+
+# -- bounds ----------------------------------------------------------------------------------------
+
+
+def test_a_share_is_cut_part_by_part_by_hand():
+    """θ = (1, 1), trained (4, 5): the update (3, 4) has length 5, cut to 1 it is (0.6, 0.8).
+
+    The sums (6, 8) have length 10 and may have 5: (3, 4). Numbers for events do not leave.
+    """
+    received = Record({PARAMS: {"w": torch.tensor([1.0, 1.0])}})
+    share = Record(
+        {
+            PARAMS: {"w": torch.tensor([4.0, 5.0])},
+            "sums": {"a": torch.tensor([6.0]), "b": torch.tensor([8.0])},
+            NUMBERS: {"examples": torch.tensor(12.0)},
+        }
+    )
+    cut = Clipping(1.0, 5.0).cut(share, received)
+    assert cut.get(PARAMS)["w"].tolist() == pytest.approx([0.6, 0.8])
+    assert [float(cut.get("sums")[n]) for n in "ab"] == pytest.approx([3, 4])
+    assert NUMBERS not in cut.groups
+
+
+@given(st.lists(st.floats(-1e6, 1e6), min_size=1, max_size=8), st.floats(1e-3, 1e3))
+def test_nothing_is_longer_than_it_may_be(values: list[float], most: float) -> None:
+    found = clipped({"a": torch.tensor(values, dtype=torch.float64)}, most)["a"]
+    assert float(found.norm()) <= most * (1 + 1e-9)
+    if float(torch.tensor(values).double().norm()) <= most:
+        assert found.tolist() == values
+
+
+@pytest.mark.parametrize("name", ["fedavg", "fedharmony", "spherefed"])
+def test_one_client_moves_a_sum_by_no_more_than_the_noise_stands_for(name: str) -> None:
+    """The same cohort, one client with other images: sums differ by at most 2 S, and do differ."""
+    config = HARMONY if name == "fedharmony" else ABLE[name]
+    clipping, sums = Clipping(0.05, 2.0), []
+    for seed in (0, 1):
+        data, other = toy_data(72), toy_data(72, seed=5)
+        labels = data.labels.copy()
+        if seed:
+            labels[: SIZES[0]] = other.labels[: SIZES[0]]
+        own = toy(
+            name,
+            config,
+            federation=EQUAL,
+            noise=private(clipping=clipping),
+            data=replace(data, labels=labels),
+        )
+        state = own.initial()
+        stage = own.method.stages(0)[-1]
+        sent = own.method.broadcast(state, 0, [0, 1, 3, 4])
+        total = AddedUp(own.transport).total(stage, 0, sent).record
+        assert total is not None
+        sums.append(total)
+    assert set(sums[0].groups) == {PARAMS, *([CORRELATION] if name == "fedharmony" else [])}
+    for group, bound in ((PARAMS, clipping.model), (CORRELATION, clipping.sums)):
+        first, second = (total.get(group) for total in sums)
+        if first:
+            moved = math.sqrt(sum(float((first[n] - second[n]).square().sum()) for n in first))
+            assert 0 < moved <= 2 * bound * (1 + 1e-9)
+            assert math.sqrt(sum(float(t.square().sum()) for t in first.values())) <= 4 * bound
+
+
+# -- noise -----------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize(("sampling", "change"), [("poisson", 1), ("uniform", 2)])
+def test_noise_has_the_deviation_that_was_paid_for(sampling: Any, change: int) -> None:
+    """Z Δ √P with z = 3, P = 2 parts, S = 0.5 and 7; 40,000 numbers each: within 2 %.
+
+    (The standard error of a deviation from n numbers is 1/√(2n) = 0.35 %.)
+    """
+    noise = Noise(3.0, Clipping(0.5, 7.0), sampling, 10, seed=1)
+    zeros = {"w": torch.zeros(200, 200, dtype=torch.float64)}
+    total = Record({PARAMS: zeros, "sums": {"a": torch.zeros(40_000, dtype=torch.float64)}})
+    state = Record({PARAMS: {"w": torch.zeros(200, 200, dtype=torch.float64)}})
+    found = noise.released(total, state, "update", 0)
+    model, sums = found.get(PARAMS)["w"] * 10, found.get("sums")["a"]
+    for values, bound in ((model, 0.5), (sums, 7.0)):
+        expected = 3 * change * bound * math.sqrt(2)
+        assert float(values.std()) == pytest.approx(expected, rel=0.02)
+        assert abs(float(values.mean())) < 4 * expected / 200
+        beyond = float((values.abs() > 2 * expected).double().mean())
+        assert beyond == pytest.approx(0.0455, abs=0.006)  # of a Gaussian
+    assert found.scalars["noise sums"] == pytest.approx(3 * change * 7 * math.sqrt(2))
+    correlation = torch.corrcoef(torch.stack([model.flatten(), sums]))[0, 1]
+    assert abs(float(correlation)) < 0.03
+
+
+def test_noise_differs_by_round_stage_and_seed_and_repeats() -> None:
+    state = Record({PARAMS: {"w": torch.zeros(3)}})
+
+    def drawn(stage: str = "update", round: int = 0, seed: int = 0) -> tuple[float, ...]:
+        total = Record({PARAMS: {"w": torch.zeros(3, dtype=torch.float64)}})
+        noise = replace(private(1.0, Clipping(1.0, 1.0)), seed=seed)
+        return tuple(noise.released(total, state, stage, round).get(PARAMS)["w"].tolist())
+
+    assert drawn() == drawn()
+    assert len({drawn(), drawn("head"), drawn(round=1), drawn(seed=1)}) == 4
+
+
+def test_packed_models_get_the_same_noise_and_keep_their_gaps() -> None:
+    own = toy("fedavg", federation=EQUAL, dtype=torch.float32)
+    sent = own.method.broadcast(own.initial(), 0, [0, 1])
+    (reply, _) = own.trainer.run(own.method.stages(0)[0], 0, sent)
+    packed = reply.record.get(PARAMS)
+    assert isinstance(packed, Packed)
+    row = torch.zeros_like(packed.row, dtype=torch.float64)
+    sums = Packed(packed.layout, row), {n: torch.zeros_like(t).double() for n, t in packed.items()}
+    state, noise = own.initial(), private(1.0, Clipping(1.0, 1.0))
+    both = [noise.released(Record({PARAMS: s}), state, "update", 0).get(PARAMS) for s in sums]
+    assert all(torch.equal(both[0][name], both[1][name]) for name in packed)
+    assert int((row != 0).sum()) == packed.layout.numbers
+
+
+@pytest.mark.parametrize("name", ["fedavg", "fedprox", "spherefed"])
+def test_without_noise_and_bounds_it_is_the_average_of_equals(name: str) -> None:
+    plain, _ = toy(name, federation=EQUAL).run()
+    found, events = toy(name, federation=EQUAL, noise=private()).run()
+    assert largest_difference(model(plain), model(found)) < 1e-6
+    for event in events:
+        assert event["train_loss"] is None
+        assert event["examples"] == event["images"] == 0
+
+
+def test_updates_are_divided_by_the_planned_cohort_whoever_answers() -> None:
+    """Otherwise the number of those who answer would have to be private, too."""
+    settings = replace(EQUAL, drop_rate=0.5)
+    some, events = toy("fedavg", federation=settings, rounds=1, noise=private()).run()
+    answered = len(events[0]["reported"])
+    assert 0 < answered < 4
+    own = toy("fedavg", federation=settings, rounds=1)
+    mean, _ = toy("fedavg", federation=replace(settings, sum_least=2), rounds=1).run()
+    start = own.parameters()[0]
+    for name, before in start.items():
+        full = mean.get(PARAMS)[name] - before
+        assert torch.allclose(some.get(PARAMS)[name] - before, full * answered / 4, atol=1e-9)
+
+
+def test_a_noisy_weight_is_known_only_above_its_noise() -> None:
+    """Weights (10, 1, 10) with noise of deviation 2: below 2 · 2 nothing is known."""
+    table = CorrelationTable(2, Operator("support", decay=0.5))
+    total = {"sum": torch.tensor([5.0, 1.0, 5.0]), "weight": torch.tensor([10.0, 1.0, 10.0])}
+    table.add_shares({n: t.double() for n, t in total.items()}, 0, noise=2.0)
+    assert table.consensus(1).known.tolist() == [[True, False], [False, True]]
+    assert table.consensus(1).matrix[0, 0] == 0.5
+    # A second round: (10/2 + 10, 1/2 + 10, …), and the noise is √((2/2)² + 2²) = √5.
+    table.add_shares({n: torch.full((3,), 10.0).double() for n in total}, 1, noise=2.0)
+    assert float(table.folded["noise"]) == pytest.approx(math.sqrt(5))
+    assert bool(table.consensus(2).known.all())
+
+
+def test_fedharmony_and_the_closed_form_head_stay_finite_under_noise() -> None:
+    settings = replace(EQUAL, head_start="closed_form")
+    noise = private(1.0, Clipping(1.0, 100.0))
+    state, _ = toy("fedharmony", HARMONY, federation=settings, noise=noise).run()
+    assert all(t.isfinite().all() for _, t in state.tensors() if t.is_floating_point())
+    state, _ = toy("spherefed", federation=EQUAL, noise=noise).run()
+    assert all(t.isfinite().all() for _, t in state.tensors() if t.is_floating_point())
+
+
+def test_resumes_to_the_bit(tmp_path: Path) -> None:
+    options: dict[str, Any] = {"federation": EQUAL, "noise": private(0.1, Clipping(1.0, 10.0))}
+    own = toy("fedharmony", HARMONY, memory=tmp_path / "memory", **options)
+    state = own.loop().run(
+        own.initial(),
+        0,
+        lambda e: None,
+        lambda t, s: save_record(tmp_path / f"{t + 1}", s) and None,
+    )
+    fresh = toy("fedharmony", HARMONY, memory=tmp_path / "memory", **options)
+    fresh.trainer.data.memory.rewind(2)
+    saved = load_record(tmp_path / "2")
+    assert same_bits(state, fresh.loop().run(saved, 2, lambda e: None, lambda t, s: None))
+
+
+# -- the price -------------------------------------------------------------------------------------
+
+
+def test_epsilon_is_the_library_s_own() -> None:
+    """Poisson and without replacement; two exchanges with one cohort are one with z/√2."""
+    library = accounting()
+    relations, gaussian = library.NeighboringRelation, library.GaussianDpEvent
+    accountant = library.rdp.RdpAccountant(neighboring_relation=relations.ADD_OR_REMOVE_ONE)
+    accountant.compose(library.PoissonSampledDpEvent(0.1, gaussian(1.2)), 30)
+    ledger = Ledger(1e-5, 100, 10, "poisson")
+    assert ledger.epsilon(1.2, ONCE * 30) == accountant.get_epsilon(1e-5)
+    accountant.compose(gaussian(1.2))
+    ever = (*ONCE * 29, Exchanges(1, 1))
+    assert ledger.epsilon(1.2, ever) == pytest.approx(accountant.get_epsilon(1e-5), rel=1e-12)
+    accountant = library.rdp.RdpAccountant(neighboring_relation=relations.REPLACE_ONE)
+    drawn = library.SampledWithoutReplacementDpEvent(100, 10, gaussian(3.0 / math.sqrt(2)))
+    accountant.compose(drawn, 5)
+    ledger = Ledger(1e-6, 100, 10, "uniform")
+    assert ledger.epsilon(3.0, [Exchanges(2, 0)] * 5) == accountant.get_epsilon(1e-6)
+
+
+def test_a_known_price_by_hand() -> None:
+    """One Gaussian mechanism has Rényi divergence α / (2 z²): 2 at α = 4, z = 1.
+
+    From there ε ≤ 2 + log(1/δ)/(α − 1) = 5.84; the accountant tries all orders and a sharper bound.
+    """
+    everybody = Ledger(1e-5, 10, 10, "poisson")
+    assert 3.5 < everybody.epsilon(1.0, ONCE) < 2 + math.log(1e5) / 3
+    assert everybody.epsilon(1.0, ()) == 0
+
+
+def test_more_noise_and_fewer_rounds_cost_less() -> None:
+    ledger = Ledger(1e-5, 100, 10, "poisson")
+    prices = [ledger.epsilon(z, ONCE * 10) for z in (0.5, 1.0, 2.0)]
+    assert prices == sorted(prices, reverse=True)
+    prices = [ledger.epsilon(1.0, ONCE * t) for t in range(5)]
+    assert prices == sorted(prices)
+    assert ledger.epsilon(1.0, ONCE) < Ledger(1e-5, 100, 100, "poisson").epsilon(1.0, ONCE)
+
+
+def test_noise_found_from_epsilon_costs_just_that() -> None:
+    ledger = Ledger(1e-5, 100, 10, "poisson")
+    for epsilon in (2.0, 200.0):
+        multiplier = ledger.multiplier(epsilon, ONCE * 10)
+        assert 0.98 * epsilon <= ledger.epsilon(multiplier, ONCE * 10) <= epsilon
+
+
+def counted(epsilon: float | None, rounds: int = 20) -> Budget:
+    settings = PrivacySettings(epsilon=epsilon, noise_multiplier=1.0)
+    return budget(settings, Ledger(1e-5, 100, 10, "poisson"), rounds, lambda count: ONCE * count)
+
+
+def test_a_budget_leaves_as_many_rounds_as_it_pays_for() -> None:
+    free = counted(None)
+    assert len(free.rounds) == 20
+    costs = [free.spent(t)["epsilon"] for t in range(21)]
+    for allowed in (1, 7, 19):
+        found = counted((costs[allowed] + costs[allowed + 1]) / 2)
+        assert len(found.rounds) == allowed
+    assert len(counted(costs[20]).rounds) == 20
+    with pytest.raises(ConfigError, match="before the first round ends"):
+        counted(costs[1] / 2)
+
+
+def test_poisson_cohorts_differ_in_size_and_may_be_empty() -> None:
+    schedule = Schedule(dict.fromkeys(range(40), 5), 400, 10, "poisson", 0)
+    sizes = [len(cohort) for cohort in schedule]
+    assert sum(sizes) / 400 == pytest.approx(10, abs=0.6)  # deviation √(40 · ¼ · ¾ / 400) = 0.14
+    assert len(set(sizes)) > 8
+    joint = sum(0 in cohort and 1 in cohort for cohort in schedule) / 400
+    assert joint == pytest.approx(1 / 16, abs=0.05)
+    own = toy("fedavg", rounds=2)
+    loop = replace(own.loop(), schedule=[[], [0, 1]])
+    events: list[Any] = []
+    loop.run(own.initial(), 0, events.append, lambda t, s: None)
+    assert [event["reported"] for event in events] == [[], [0, 1]]
+
+
+# -- a whole run -----------------------------------------------------------------------------------
+
+SMALL = ["data.train=160", "data.test=40", "split.clients=8", "run.rounds=4", "train.epochs=1"]
+SMALL += ["model.width=16", "model.depth=1", "engine.threads=1", "run.method=fedavg"]
+SMALL += ["federation.server_sees=sums", "federation.average=uniform"]
+
+
+def run(folder: Path, *changes: str) -> dict[str, Any]:
+    settings = load_settings("demo", [*SMALL, *changes])
+    return start(settings, RunFolder(folder), lambda event: None)
+
+
+def test_without_epsilon_it_is_the_ordinary_run_bit_for_bit(tmp_path: Path) -> None:
+    plain = run(tmp_path / "a")
+    unlimited = run(tmp_path / "b", "privacy.delta=1e-6", "privacy.clip=0.01")
+    assert plain["state_sha256"] == unlimited["state_sha256"]
+    assert plain["privacy"] is None
+    bounded = run(tmp_path / "c", "privacy.noise_multiplier=1", "privacy.clip=0.01")
+    assert bounded["state_sha256"] != plain["state_sha256"]
+
+
+def test_the_budget_ends_the_run_and_resuming_does_not_go_beyond(tmp_path: Path) -> None:
+    """Events, results, table and report say what was spent."""
+    noise = ["federation.sampling=poisson", "privacy.noise_multiplier=1"]
+    cost = Ledger(1e-5, 8, 6, "poisson")
+    limit = (cost.epsilon(1.0, ONCE * 2) + cost.epsilon(1.0, ONCE * 3)) / 2
+    results = run(tmp_path / "run", *noise, f"privacy.epsilon={limit}")
+    assert results["rounds"] == results["rounds_done"] == 2
+    spent = cost.epsilon(1.0, ONCE * 2)
+    assert results["privacy"] == {"epsilon": spent, "delta": 1e-5, "noise_multiplier": 1.0}
+    lines = (tmp_path / "run" / "events.jsonl").read_text().splitlines()
+    events = [json.loads(line) for line in lines]
+    rounds = [event for event in events if event["event"] == "round"]
+    assert [event["privacy"]["epsilon"] for event in rounds] == [
+        cost.epsilon(1.0, ONCE),
+        spent,
+    ]
+    assert next(e for e in events if e["event"] == "start")["rounds"] == 2
+    again = resume(RunFolder(tmp_path / "run"), lambda event: None)
+    assert again == results
+    (tmp_path / "run" / "results.json").unlink()  # as if killed just before its end
+    again = resume(RunFolder(tmp_path / "run"), lambda event: None)
+    assert again["rounds_done"] == 2
+    assert again["state_sha256"] == results["state_sha256"]
+    runs = load([tmp_path / "run"])
+    assert f"{spent:.2f}" in table_of(runs).to_markdown()
+    assert f"clients private with ε = {spent:.2f}, δ = 1e-05" in facts(runs)
+
+
+# -- refused before round 0 ------------------------------------------------------------------------
+
+
+def made(*changes: str) -> Blueprint:
+    sums = ["federation.server_sees=sums", "federation.average=uniform"]
+    own = ["run.method=fedavg", "privacy.noise_multiplier=1"]
+    settings = load_settings("demo", [*sums, *own, *changes])
+    sizes = dict.fromkeys(range(20), 10)
+    return blueprint(settings, Facts(tuple("abcdefghijkl"), InputSpec(3, 16, 16), sizes))
+
+
+@pytest.mark.parametrize(
+    ("changes", "reason"),
+    [
+        (["privacy.epsilon=0"], "greater than 0"),
+        (["privacy.epsilon=-1"], "greater than 0"),
+        (["privacy.epsilon=inf"], "finite"),
+        (["privacy.noise_multiplier=0"], "greater than 0"),
+        (["privacy.delta=1"], "less than 1"),
+        (["privacy.delta=0"], "greater than 0"),
+        (["privacy.clip=0"], "greater than 0"),
+        (["federation.server_sees=replies"], "server_sees = 'sums'"),
+        (["federation.average=size"], "average = 'uniform'"),
+        (["federation.sampling=size"], "sampling = 'uniform'"),
+        (["run.thresholds=0.1"], "without noise"),
+        (["run.method=fedharmony", "methods.fedharmony.temperature=1"], "quality = false"),
+        (["privacy.epsilon=0.01"], "before the first round ends"),
+        (["federation.robust=median"], "exclude each other"),
+    ],
+)
+def test_what_would_not_be_private_is_refused(changes: list[str], reason: str) -> None:
+    with pytest.raises(ConfigError, match=reason):
+        made(*changes)
+
+
+def test_a_delta_as_large_as_a_client_is_warned_of(caplog: pytest.LogCaptureFixture) -> None:
+    made("privacy.delta=0.051", "federation.sampling=poisson")
+    assert "share of one client" in caplog.text
+    caplog.clear()
+    made("privacy.delta=0.049", "federation.sampling=poisson")
+    assert "share of one client" not in caplog.text
+
+
+def test_a_model_with_running_statistics_is_refused(monkeypatch: pytest.MonkeyPatch) -> None:
+    statistics = {"norm.running_mean": torch.zeros(1)}
+    monkeypatch.setattr(models["vit"], "init_buffers", lambda self: statistics)
+    with pytest.raises(ConfigError, match="batch normalisation"):
+        made()
+
+
+def test_without_the_library_it_says_how_to_get_it(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setitem(sys.modules, "dp_accounting", None)
+    accounting.cache_clear()
+    try:
+        with pytest.raises(ConfigError, match=r"fedharmony\[privacy\]"):
+            made()
+    finally:
+        accounting.cache_clear()
+
+
+def test_calibration_after_the_last_round_is_paid_for(tmp_path: Path) -> None:
+    """SphereFed asks all clients twice beside its rounds: before the first, and after the last."""
+    plan = made("run.method=spherefed", "run.rounds=3")
+    assert plan.budget is not None
+    assert plan.budget.rounds == (Exchanges(1, 1), Exchanges(1, 0), Exchanges(1, 1))
+    head = made("run.rounds=2", "federation.head_start=closed_form")
+    assert head.budget is not None
+    assert head.budget.rounds == (Exchanges(1, 1), Exchanges(1, 0))
