@@ -100,9 +100,30 @@ def register(
 
 
 @flower_app.command()
-def status(home: Home = HOME) -> None:
-    """Say where the SuperLink is, and which sites are online."""
+def status(
+    home: Home = HOME,
+    serve: Annotated[
+        bool, typer.Option("--serve", metavar="", help="Show a page that follows, until Ctrl-C.")
+    ] = False,
+    port: Annotated[int, typer.Option(min=0, max=65535, help="Port of the page.")] = 8445,
+) -> None:
+    """Say where the SuperLink is, and which sites are online; or show a page of it.
+
+    The page is read-only and listens at 127.0.0.1: reach it from elsewhere through `ssh -L`.
+    """
     link = _link(home)
+    if serve:
+        from fedharmony.report.watch import Watch
+
+        try:
+            watch = Watch(link, port)
+        except OSError as error:
+            raise ConfigError(
+                f"Port {port} cannot be used: {error.strerror or error}. Choose one with --port."
+            ) from None
+        with watch:
+            say(f"http://127.0.0.1:{watch.server_port} shows the federation in {link.home}.")
+            watch.serve_forever()
     say(f"Sites reach the SuperLink, process {link.pid}, at {link.address}.")
     table = Table("site", "status", "last came online", box=None, pad_edge=False)
     for site in link.sites():
