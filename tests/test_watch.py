@@ -63,9 +63,11 @@ def serving(link: Link, sites: Any = lambda: SITES) -> Iterator[Watch]:
     with Watch(link, 0, sites) as page:
         thread = threading.Thread(target=page.serve_forever)
         thread.start()
-        yield page
-        page.shutdown()
-        thread.join()
+        try:
+            yield page
+        finally:
+            page.shutdown()
+            thread.join()
 
 
 def get(page: Watch, path: str, kind: str = "GET", host: str = "") -> tuple[int, str, Any]:
