@@ -14,6 +14,7 @@ from fedharmony.errors import DataError
 from fedharmony.metrics import MetricOptions, average_precision, evaluate, structure_metrics
 from fedharmony.metrics.parts import (
     BINS,
+    TYPES,
     Part,
     boundaries,
     part_of,
@@ -141,6 +142,8 @@ def test_rounding_down_keeps_the_order_of_images_out() -> None:
 )
 def test_what_cannot_be_true_is_refused(name: str, value: torch.Tensor, reason: str) -> None:
     scores, labels, _ = drawn(6)
-    tensors = part_of(scores, labels, None, 0.5, True).tensors(0.5) | {name: value}
+    tensors = part_of(scores, labels, None, 0.5, True).tensors(0.5) | {name: value.to(TYPES[name])}
     with pytest.raises(DataError, match=reason):
         read_part(tensors, 60, 5, MetricOptions())
+    with pytest.raises(DataError, match="other names or types"):
+        read_part(tensors | {name: value.half()}, 60, 5, MetricOptions())

@@ -135,21 +135,26 @@ def test_a_second_server_on_the_folder_is_refused(home: Any, tmp_path: Path) -> 
 
 
 def broken(found: Parcel) -> Parcel:
-    parts = {**found.parts, "params": b"no tensors"}
+    parts = {**found.parts, "whole": b"no tensors"}
     return Parcel(found.kind, found.words, parts)
 
 
+def with_params(found: Parcel, change: Any) -> Parcel:
+    """An answer whose model is another one; one to an enrolment has none."""
+    if "whole" not in found.parts:
+        return found
+    record = from_bytes(found.parts["whole"])
+    params = {name: change(tensor) for name, tensor in record.get("params").items()}
+    data = to_bytes(record.replace({"params": params}))
+    return Parcel(found.kind, found.words, {**found.parts, "whole": data})
+
+
 def unknown_numbers(found: Parcel) -> Parcel:
-    (key, data), *rest = found.parts.items()
-    record = from_bytes(data)
-    spoilt = {n: t * torch.nan for n, t in record.groups[key].items()}
-    return Parcel(found.kind, found.words, {key: to_bytes(Record({key: spoilt})), **dict(rest)})
+    return with_params(found, lambda tensor: tensor * torch.nan)
 
 
 def other_shape(found: Parcel) -> Parcel:
-    (key, data), *rest = found.parts.items()
-    longer = {n: torch.cat([t, t]) for n, t in from_bytes(data).groups[key].items()}
-    return Parcel(found.kind, found.words, {key: to_bytes(Record({key: longer})), **dict(rest)})
+    return with_params(found, lambda tensor: torch.cat([tensor, tensor]))
 
 
 @pytest.mark.parametrize(

@@ -100,9 +100,30 @@ def register(
 
 
 @flower_app.command()
-def status(home: Home = HOME) -> None:
-    """Say where the SuperLink is, and which sites are online."""
+def status(
+    home: Home = HOME,
+    serve: Annotated[
+        bool, typer.Option("--serve", metavar="", help="Show a page that follows, until Ctrl-C.")
+    ] = False,
+    port: Annotated[int, typer.Option(min=0, max=65535, help="Port of the page.")] = 8445,
+) -> None:
+    """Say where the SuperLink is, and which sites are online; or show a page of it.
+
+    The page is read-only and listens at 127.0.0.1: reach it from elsewhere through `ssh -L`.
+    """
     link = _link(home)
+    if serve:
+        from fedharmony.report.watch import Watch
+
+        try:
+            watch = Watch(link, port)
+        except OSError as error:
+            raise ConfigError(
+                f"Port {port} cannot be used: {error.strerror or error}. Choose one with --port."
+            ) from None
+        with watch:
+            say(f"http://127.0.0.1:{watch.server_port} shows the federation in {link.home}.")
+            watch.serve_forever()
     say(f"Sites reach the SuperLink, process {link.pid}, at {link.address}.")
     table = Table("site", "status", "last came online", box=None, pad_edge=False)
     for site in link.sites():
@@ -163,12 +184,39 @@ def resume(
     _follow(lambda: link.order(None, folder, least, wait, limit, least), folder, quiet)
 
 
+@flower_app.command()
+def simulate(
+    config: Annotated[
+        str, typer.Argument(metavar="CONFIG", help="TOML file, or the name of a built-in one.")
+    ],
+    overrides: Annotated[
+        list[str] | None, typer.Argument(metavar="[KEY=VALUE | CONFIG]...", help="As for `run`.")
+    ] = None,
+    *,
+    out: Annotated[
+        Path, typer.Option("--out", "-o", callback=usable, help="Folder for what the run writes.")
+    ],
+    cpus: Annotated[int, typer.Option(min=1, help="CPUs of each of Ray's processes.")] = 1,
+    gpus: Annotated[float, typer.Option(min=0, help="GPUs of each.")] = 0.0,
+    quiet: Quiet = False,
+) -> None:
+    """Simulate a federation on Flower's simulation engine (Ray), with the results of `run`.
+
+    For those whose cluster is Ray; on one machine `fedharmony run` is far faster.
+    """
+    from fedharmony.experiments.folder import RunFolder
+    from fedharmony.experiments.settings import load_settings
+    from fedharmony.flower import simulated
+
+    settings, folder = load_settings(config, overrides or []), RunFolder(out)
+    folder.refuse_if_taken(settings)
+    with Progress(quiet=quiet) as progress:
+        simulated.start(settings, folder, progress, cpus, gpus)
+    _show(out, quiet)
+
+
 def _follow(order: Callable[[], Ordered], folder: Path, quiet: bool) -> None:
     """Show a run until it ends, then its table and report; Ctrl-C ends the run, too."""
-    from fedharmony.report.load import load
-    from fedharmony.report.page import write_report
-    from fedharmony.report.tables import table_of
-
     with Progress(quiet=quiet) as progress:
         ordered = order()
         try:
@@ -178,6 +226,15 @@ def _follow(order: Callable[[], Ordered], folder: Path, quiet: bool) -> None:
             again = f"fedharmony flower resume {shlex.quote(str(folder))}"
             say(f"\nStopped. Every finished round is saved; go on with\n  {again}", err=True)
             raise typer.Exit(getattr(stop, "code", 130)) from None
+    _show(folder, quiet)
+
+
+def _show(folder: Path, quiet: bool) -> None:
+    """The table of a run that is complete, and its report."""
+    from fedharmony.report.load import load
+    from fedharmony.report.page import write_report
+    from fedharmony.report.tables import table_of
+
     runs: Any = load(folder)
     page, screen = write_report(runs), console()
     screen.print(table_of(runs).to_rich(screen.width))

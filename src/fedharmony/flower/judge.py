@@ -37,6 +37,7 @@ class AtSites:
 
     def __init__(self, plan: Blueprint, sites: Sites) -> None:
         self.plan, self.sites = plan, sites
+        self.reasons: list[str] = []  # why sites measured nothing the last time
         self._round = -1
 
     def __call__(
@@ -65,7 +66,7 @@ class AtSites:
     def _parts(self, answers: Mapping[int, Parcel | str]) -> dict[str, Part]:
         """What sites measured, by name; who did not is named in the log."""
         parts, options = {}, self.plan.settings.metrics
-        self.reasons: list[str] = []
+        self.reasons = []
         for client in sorted(answers):
             name, answer = self.sites.roster.names[client], answers[client]
             try:

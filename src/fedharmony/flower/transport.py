@@ -144,7 +144,8 @@ class Sites:
         if answer.kind != REPLY:
             return failure(answer.reason)
         if isinstance(told := answer.words.get(MEASURED), dict):
-            self.measured[client] = Parcel(REPLY, told, answer.parts)
+            own = {name: part for name, part in answer.parts.items() if name == MEASURED}
+            self.measured[client] = Parcel(REPLY, told, own)
         examples, scalars = answer.words.get("examples"), answer.words.get("scalars")
         if not isinstance(examples, int) or not isinstance(scalars, dict) or not _numbers(scalars):
             return failure("its answer is not of the form that was asked for")

@@ -35,6 +35,14 @@ from fedharmony.types import Labels, Tensors
 
 #: Equal intervals of [0, 1] in which scores are counted.
 BINS = 4096
+#: Types of the tensors of a part.
+TYPES = {
+    "pairs": torch.float64,
+    "known": torch.int64,
+    "scores": torch.float32,
+    "hits": torch.uint8,
+    "bins": torch.int32,
+}
 
 
 @dataclass(frozen=True, eq=False)
@@ -135,17 +143,19 @@ def read_part(
 ) -> Part:
     """The part behind :meth:`Part.tensors`; what cannot be true is a DataError."""
     pairs, known = tensors.get("pairs"), tensors.get("known")
+    if any(tensor.dtype != TYPES.get(name) for name, tensor in tensors.items()):
+        raise DataError("its answer has tensors of other names or types")
     if pairs is None or pairs.shape != (7, classes, classes) or not bool(pairs.isfinite().all()):
         raise DataError("its sums over pairs of labels are missing, or not numbers")
     if known is None or known.shape != (classes,) or not bool((known >= 0).all()):
         raise DataError("it does not say how many scores each label has")
-    counts = known.numpy().astype(np.int64)
+    counts = known.numpy()
     if "bins" in tensors:
         scores, hits = _of_bins(tensors["bins"], classes, options.threshold)
     else:
-        scores = tensors.get("scores", torch.zeros(0)).float().numpy()
+        scores = tensors.get("scores", torch.zeros(0)).numpy()
         hits = tensors.get("hits", torch.zeros(0)).numpy().astype(np.bool_)
-    part = Part(images, scores, hits, counts, pairs.double(), "bins" not in tensors)
+    part = Part(images, scores, hits, counts, pairs, "bins" not in tensors)
     positives = [int(hits[part.of_label(c)].sum()) for c in range(classes)]
     if not (len(scores) == len(hits) == counts.sum()) or counts.max(initial=0) > images:
         raise DataError("its scores are not as many as it says")

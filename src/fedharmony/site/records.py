@@ -12,6 +12,9 @@ from fedharmony.engine.checkpoint import from_bytes, to_bytes
 from fedharmony.errors import TransportError
 from fedharmony.types import Record, Scalar
 
+#: The part that holds a whole record.
+WHOLE = "whole"
+
 
 class Packer:
     """Packs records into parts; a group that several records share is packed once.
@@ -39,12 +42,22 @@ class Packer:
         return self._packed[key][1]
 
 
+def whole(record: Record) -> dict[str, bytes]:
+    """All groups of a record as one part: every part costs a message several requests.
+
+    For answers, of which no two have a group in common.
+    """
+    filled = {group: tensors for group, tensors in record.groups.items() if len(tensors)}
+    return {WHOLE: to_bytes(Record(filled))} if filled else {}
+
+
 def record_of(parts: Mapping[str, bytes], scalars: Mapping[str, Scalar]) -> Record:
     """The record of some parts; a part that holds another group, or none, is refused."""
     groups: dict[str, Mapping[str, Tensor]] = {}
     for group, data in parts.items():
         try:
-            groups[group] = from_bytes(data).groups[group]
+            found = from_bytes(data).groups
+            groups |= found if group == WHOLE else {group: found[group]}
         except (SafetensorError, KeyError, ValueError, TypeError, json.JSONDecodeError) as error:
             raise TransportError(
                 f"Part {group!r} of a parcel is damaged: {type(error).__name__}: {error}."

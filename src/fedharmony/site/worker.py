@@ -59,7 +59,7 @@ from fedharmony.site.parcel import (
     send,
 )
 from fedharmony.site.policy import accepted
-from fedharmony.site.records import Packer, record_of
+from fedharmony.site.records import record_of, whole
 from fedharmony.site.settings import SiteSettings
 from fedharmony.types import FROZEN, Record, Reply
 
@@ -237,7 +237,7 @@ class Worker:
         if not isinstance(answer, Reply):
             return Parcel(FAILED, {"reason": answer.reason})
         found = {"examples": answer.examples, "saved": answer.saved, **measured}
-        parts = Packer().parts(Record(answer.record.groups)) | more
+        parts = whole(answer.record) | more
         return Parcel(REPLY, {**found, "scalars": dict(answer.record.scalars)}, parts)
 
     def _ridden(

@@ -1,0 +1,183 @@
+"""Simulated clients on Flower's simulation engine, for those whose cluster is Ray.
+
+The run is that of ``fedharmony run``: the same data, split, folder and report. Only the clients'
+work is done elsewhere, one message per client, in Ray's processes, which open the run's folder and
+load the data themselves: so the folder must be one that all of them see. What clients keep between
+rounds stays with the server and travels with the message. The result has the bits of
+``engine.stack=1``.
+"""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Callable, Iterator, Mapping
+from dataclasses import dataclass, replace
+from pathlib import Path
+
+from flwr.app import Context
+from flwr.serverapp import Grid, ServerApp
+
+from fedharmony.data.base import DataSet
+from fedharmony.engine.federation import Federation
+from fedharmony.engine.memory import GROUP, ClientMemory
+from fedharmony.errors import ConfigError, TransportError
+from fedharmony.experiments import run
+from fedharmony.experiments.build import Assembly, Observer, assemble, contents, draft
+from fedharmony.experiments.evaluate import Results
+from fedharmony.experiments.folder import RunFolder
+from fedharmony.experiments.settings import Settings
+from fedharmony.flower.post import Post, collect, pause
+from fedharmony.flower.wire import GridPost
+from fedharmony.methods.base import Method, Stage
+from fedharmony.site.parcel import REPLY, STAGE, Parcel
+from fedharmony.site.records import Packer, record_of
+from fedharmony.types import Failure, Record, Reply
+
+#: Seconds that Ray has to start its nodes, and that an exchange may take.
+START_S, EXCHANGE_S = 300.0, 24 * 3600.0
+
+
+@dataclass
+class Simulated:
+    """The transport to clients in Ray's processes; node i of Flower's does the work of client i.
+
+    Attributes:
+        post: carries parcels.
+        folder: the run's.
+        sizes: number of images of each client.
+        method: says what clients keep.
+        memory: has it.
+    """
+
+    post: Post
+    folder: Path
+    sizes: Mapping[int, int]
+    method: Method
+    memory: ClientMemory
+
+    def exchange(
+        self, stage: Stage, round: int, messages: Mapping[int, Record]
+    ) -> Iterator[Reply | Failure]:
+        """One message per client; answers in the order of the messages."""
+        nodes, packer = self._nodes(), Packer()
+        node_of = dict(zip(sorted(self.sizes), nodes, strict=False))
+        client_at = {node_of[k]: k for k in messages}
+        parcels = {
+            node_of[k]: self._parcel(stage, round, k, m, packer) for k, m in messages.items()
+        }
+        answers = {client_at[n]: a for n, a in collect(self.post, parcels, EXCHANGE_S)}
+        for client in messages:
+            yield self._answer(stage, round, client, answers[client])
+
+    def _nodes(self) -> list[int]:
+        until = time.monotonic() + START_S
+        while len(nodes := sorted(self.post.nodes())) < len(self.sizes):
+            if time.monotonic() > until:
+                raise TransportError(
+                    f"Flower's simulation has {len(nodes)} nodes after {START_S:g} seconds, and "
+                    f"the run {len(self.sizes)} clients. Look at what Ray says above."
+                )
+            pause()
+        return nodes
+
+    def _parcel(
+        self, stage: Stage, round: int, client: int, message: Record, packer: Packer
+    ) -> Parcel:
+        words = {
+            "folder": str(self.folder),
+            "stage": stage.name,
+            "round": round,
+            "client": client,
+            "scalars": dict(message.scalars),
+        }
+        kept = Record({GROUP: self.memory.read(client, before=round)})
+        return Parcel(STAGE, words, packer.parts(message) | Packer().parts(kept))
+
+    def _answer(
+        self, stage: Stage, round: int, client: int, answer: Parcel | str
+    ) -> Reply | Failure:
+        if isinstance(answer, str) or answer.kind != REPLY:
+            reason = answer if isinstance(answer, str) else answer.reason
+            return Failure(client, stage.name, round, reason)
+        record = record_of(answer.parts, answer.words["scalars"])
+        finite = bool(answer.words["finite"])
+        kept = self.method.remember(round, record) if stage.train and finite else {}
+        if kept:
+            self.memory.write(client, round, kept)
+        return Reply(client, int(answer.words["examples"]), record, finite or None)
+
+
+@dataclass(frozen=True, kw_only=True)
+class OnFlower(Assembly):
+    """A simulated run whose clients work in Ray's processes."""
+
+    post: Post
+    folder: Path
+
+    def federation(
+        self, memory: ClientMemory, tick: Callable[[int, int, int], None] | None = None
+    ) -> Federation:
+        """The round loop over them."""
+        plan = self.blueprint
+        clients = Simulated(self.post, self.folder, plan.facts.sizes, plan.method, memory)
+        return plan.federation(self.attack.over(clients))
+
+
+def builder(folder: RunFolder, post: Post) -> run.Build:
+    """What puts such a run together."""
+
+    def build(
+        settings: Settings, partition: Path | None, data: DataSet | None, observe: Observer
+    ) -> OnFlower:
+        made = assemble(settings, partition, data, observe)
+        return OnFlower(**vars(made), post=post, folder=folder.path.absolute())
+
+    return build
+
+
+def start(
+    settings: Settings, folder: RunFolder, observe: Observer, cpus: int = 1, gpus: float = 0.0
+) -> Results:
+    """A run on Flower's simulation; each of Ray's processes has so many CPUs and GPUs."""
+    refuse_without_ray()
+    if settings.federation.central:
+        raise ConfigError(
+            "federation.central = true trains in one place, and not on Flower's simulation."
+        )
+    from flwr.simulation import run_simulation
+
+    from fedharmony.flower.simulated_app import app as client_app
+
+    outcome: list[Results | BaseException] = []
+
+    def main(grid: Grid, context: Context) -> None:
+        try:
+            build = builder(folder, GridPost(grid))
+            outcome.append(run.start(settings, folder, observe, build=build))
+        except BaseException as error:
+            outcome.append(error)
+
+    server = ServerApp()
+    server.main()(main)
+    settings = replace(settings, engine=replace(settings.engine, stack=1))
+    run_simulation(
+        server,
+        client_app,
+        num_supernodes=len(draft(settings, contents(settings)).clients),
+        backend_config={"client_resources": {"num_cpus": cpus, "num_gpus": gpus}},
+    )
+    if not outcome:
+        raise TransportError("Flower's simulation ended before the run did. Look at its log above.")
+    if isinstance(found := outcome[0], BaseException):
+        raise found
+    return found
+
+
+def refuse_without_ray() -> None:
+    """Refuse to start where Ray is not installed."""
+    try:
+        import ray  # noqa: F401
+    except ImportError:
+        raise ConfigError(
+            "Flower's simulation needs Ray. Install it with pip install 'fedharmony[flower-sim]'."
+        ) from None

@@ -1,0 +1,250 @@
+"""A page for the operator of a federation: sites, runs, failures and curves, as they are now.
+
+Read-only, for this machine alone: it listens at the loopback address, answers GET, and refuses
+requests that come by another name (a page elsewhere could otherwise have a browser ask for it). The
+body is made anew at each look; a script of six lines puts it in place every other second.
+"""
+
+from __future__ import annotations
+
+import json
+import logging
+import threading
+import time
+import tomllib
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass
+from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
+from pathlib import Path
+from typing import Any
+
+from jinja2 import Environment, PackageLoader, StrictUndefined
+
+from fedharmony.errors import FedHarmonyError
+from fedharmony.experiments.folder import RunFolder
+from fedharmony.flower.link import SERVER, Link, began
+from fedharmony.metrics import METRIC_NAMES
+from fedharmony.report.charts import Picture, Series, curve
+from fedharmony.report.svg import style
+
+logger = logging.getLogger(__name__)
+
+HOST = "127.0.0.1"
+#: Seconds between questions to Flower about its nodes, which cost a process each.
+ASK_S = 10.0
+#: Runs, and failures of each, that are shown.
+MOST_RUNS, MOST_FAILURES = 6, 12
+#: The page may load nothing but its own script and body.
+RULES = "default-src 'none'; script-src 'self'; connect-src 'self'; style-src 'unsafe-inline'"
+SCRIPT = """\
+async function look() {
+  try {
+    const answer = await fetch("/body");
+    if (answer.ok) document.getElementById("body").innerHTML = await answer.text();
+    document.body.className = answer.ok ? "" : "stale";
+  } catch { document.body.className = "stale"; }
+}
+setInterval(look, 2000);
+"""
+
+
+@dataclass(frozen=True)
+class RunNow:
+    """A run that the SuperLink was asked for.
+
+    Attributes:
+        folder: where it writes.
+        status: running, completed, failed or killed.
+        reason: why it failed.
+        label: of its method.
+        done: rounds that are over.
+        rounds: of all.
+        facts: a few numbers, by name.
+        failures: the latest: round, stage and reason.
+        pictures: its curves.
+        seen: the last round that each site reported in, by name.
+    """
+
+    folder: Path
+    status: str
+    reason: str
+    label: str
+    done: int
+    rounds: int
+    facts: Mapping[str, str]
+    failures: list[tuple[int, str, str]]
+    pictures: list[Picture]
+    seen: Mapping[str, int]
+
+
+def runs_of(link: Link) -> list[RunNow]:
+    """The latest runs of a SuperLink, the newest first; of each folder the latest order."""
+    orders = sorted(link.home.glob("orders/*"), key=lambda place: place.stat().st_mtime)
+    found: dict[Path, RunNow] = {}
+    for order in reversed(orders):
+        if (folder := _folder(order)) is not None and folder not in found:
+            found[folder] = _run(order, RunFolder(folder))
+        if len(found) == MOST_RUNS:
+            break
+    return list(found.values())
+
+
+def _folder(order: Path) -> Path | None:
+    try:
+        app = tomllib.loads((order / "app" / "pyproject.toml").read_text())
+        return Path(app["tool"]["flwr"]["app"]["config"]["out"])
+    except (OSError, ValueError, KeyError, TypeError):
+        return None
+
+
+def _run(order: Path, folder: RunFolder) -> RunNow:
+    events = folder.read_events()
+    start = next((e for e in events if e["event"] == "start"), {})
+    rounds = [e for e in events if e["event"] == "round"]
+    measured = [e for e in events if e["event"] == "evaluate"]
+    outcome, server = (_json(order / name) for name in ("outcome.json", SERVER))
+    if outcome:
+        status = str(outcome.get("status"))
+    elif server and began(server.get("pid", 0)) != server.get("began"):
+        status = "killed"
+    else:
+        status = "running"
+    names = {
+        s["client"]: n
+        for n, s in (folder.read_json("roster.json") or {"sites": {}})["sites"].items()
+    }
+    failures = [(e["round"] + 1, f["stage"], f["reason"]) for e in rounds for f in e["failures"]][
+        -MOST_FAILURES:
+    ]
+    facts = {}
+    if rounds:
+        last = rounds[-1]
+        facts["sites in the last round"] = f"{len(last['reported'])} of {len(last['cohort'])} drawn"
+        facts["seconds a round"] = f"{sum(e['seconds'] for e in rounds) / len(rounds):.1f}"
+        sent = sum(e["bytes_up"] + e["bytes_down"] for e in rounds) / len(rounds)
+        facts["MB a round"] = f"{sent / 1e6:,.2f}"
+    if measured:
+        facts |= {n: f"{100 * v:.1f} %" for n, v in _numbers(measured[-1]).items()}
+    return RunNow(
+        folder=folder.path,
+        status=status,
+        reason=str(outcome.get("error", "")),
+        label=str(start.get("label", "")),
+        done=rounds[-1]["round"] + 1 if rounds else 0,
+        rounds=int(start.get("rounds", 0)),
+        facts=facts,
+        failures=failures[::-1],
+        pictures=_pictures(int(start.get("rounds", 1)), rounds, measured),
+        seen={names[k]: e["round"] + 1 for e in rounds for k in e["reported"] if k in names},
+    )
+
+
+def _numbers(event: Mapping[str, Any]) -> dict[str, float]:
+    found = event["metrics"]
+    return {name: found[name] for name in METRIC_NAMES[:2] if isinstance(found[name], float)}
+
+
+def _pictures(rounds: int, trained: list[Any], measured: list[Any]) -> list[Picture]:
+    """MAP and training loss over the rounds, as far as they have come."""
+    curves = {
+        "mAP": {e["round"] + 1: e["metrics"]["mAP"] for e in measured},
+        "training loss": {e["round"] + 1: e["train_loss"] for e in trained},
+    }
+    pictures = []
+    for name, values in curves.items():
+        known = {round: value for round, value in values.items() if value is not None}
+        if known:
+            series = [Series(name, style(0), (known,))]
+            pictures.append(curve(name, series, rounds=max(rounds, 2), percent=name == "mAP"))
+    return pictures
+
+
+def _json(file: Path) -> dict[str, Any]:
+    try:
+        return dict(json.loads(file.read_bytes()))
+    except (OSError, ValueError):
+        return {}
+
+
+class Watch(ThreadingHTTPServer):
+    """Serves the page.
+
+    Args:
+        link: the SuperLink.
+        port: to listen at; 0 takes a free one.
+        sites: registered sites with their status, if not as Flower says.
+    """
+
+    daemon_threads = True
+
+    def __init__(
+        self,
+        link: Link,
+        port: int,
+        sites: Callable[[], list[tuple[str, str, str]]] | None = None,
+    ) -> None:
+        self.link, self._ask = link, sites or link.sites
+        self._sites: list[tuple[str, str, str]] = []
+        self._problem, self._asked = "", -ASK_S
+        self._lock = threading.Lock()
+        self._templates = Environment(
+            loader=PackageLoader("fedharmony.report", ""),
+            autoescape=True,
+            undefined=StrictUndefined,
+            trim_blocks=True,
+            lstrip_blocks=True,
+        )
+        super().__init__((HOST, port), Handler)
+        self.names = {f"{name}:{self.server_port}" for name in (HOST, "localhost")}
+
+    def sites(self) -> tuple[list[tuple[str, str, str]], str]:
+        """The registered sites, and why they are not known now; Flower is not asked too often."""
+        with self._lock:
+            if time.monotonic() - self._asked > ASK_S:
+                try:
+                    self._sites, self._problem = self._ask(), ""
+                except FedHarmonyError as error:
+                    self._problem = str(error)
+                self._asked = time.monotonic()
+            return self._sites, self._problem
+
+    def page(self, name: str) -> str:
+        """The whole page, or its body alone."""
+        sites, problem = self.sites()
+        words = {"sites": sites, "problem": problem, "runs": runs_of(self.link)}
+        about = {"home": self.link.home, "now": time.strftime("%H:%M:%S")}
+        return self._templates.get_template(name).render(words | about)
+
+
+class Handler(BaseHTTPRequestHandler):
+    """Answers three paths."""
+
+    server: Watch
+
+    def do_GET(self) -> None:
+        """The page, its body, or its script."""
+        if self.headers.get("Host") not in self.server.names:
+            return self._answer(403, "text/plain", "This page is for its own machine.")
+        if self.path == "/watch.js":
+            return self._answer(200, "text/javascript", SCRIPT)
+        pages = {"/": "watch.html.j2", "/body": "watch_body.html.j2"}
+        if (name := pages.get(self.path)) is None:
+            return self._answer(404, "text/plain", "There is nothing here.")
+        return self._answer(200, "text/html", self.server.page(name))
+
+    def _answer(self, code: int, kind: str, text: str) -> None:
+        data = text.encode()
+        self.send_response(code)
+        for header, value in (
+            ("Content-Type", f"{kind}; charset=utf-8"),
+            ("Content-Length", str(len(data))),
+            ("Content-Security-Policy", RULES),
+            ("Cache-Control", "no-store"),
+            ("X-Content-Type-Options", "nosniff"),
+        ):
+            self.send_header(header, value)
+        self.end_headers()
+        self.wfile.write(data)
+
+    def log_message(self, format: str, *args: Any) -> None:
+        """A look is no news."""
