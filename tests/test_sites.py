@@ -56,6 +56,30 @@ def test_sites_give_the_bits_of_the_simulator(home: Any, tmp_path: Path, method:
     assert {k: found[k] for k in SAME} == {k: expected[k] for k in SAME}
 
 
+@pytest.mark.parametrize(
+    "more",
+    [
+        ["run.method=fedavg"],
+        ["run.method=fedharmony", "methods.fedharmony.temperature=1"],
+        ["run.method=fedavg", "federation.average=uniform", "privacy.noise_multiplier=0.5"],
+    ],
+    ids=["fedavg", "fedharmony", "private"],
+)
+def test_sums_over_sites_are_those_of_the_simulator(
+    home: Any, tmp_path: Path, more: list[str]
+) -> None:
+    """Sites send shares, which hold no number of images, and cut them where they are private."""
+    folder, changes = home
+    if "privacy" in more[-1]:
+        pytest.importorskip("dp_accounting")
+    sums = ["federation.server_sees=sums", "federation.cohort=3"]
+    settings = load_settings("demo", [*changes, *sums, *more])
+    expected = run.start(settings, RunFolder(tmp_path / "simulated"), nobody)
+    post = Memory(workers(folder / "data"))
+    found = server.start(settings, RunFolder(tmp_path / "sites"), nobody, post, TERMS)
+    assert {k: found[k] for k in SAME} == {k: expected[k] for k in SAME}
+
+
 # -- a run goes on --------------------------------------------------------------------------------
 
 

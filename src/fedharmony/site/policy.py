@@ -21,7 +21,7 @@ from fedharmony.methods.base import Stage, methods
 from fedharmony.models.base import models
 
 #: Sections that a server may fill. Data, device and metrics are not its business.
-SECTIONS = ("run", "model", "train", "loss", "augment", "federation", "methods")
+SECTIONS = ("run", "model", "train", "loss", "augment", "federation", "privacy", "methods")
 
 
 @dataclass(frozen=True)
