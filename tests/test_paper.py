@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import math
+import re
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
@@ -21,7 +22,7 @@ from fedharmony.metrics import METRIC_NAMES
 from fedharmony.paper import output, page, plan
 from fedharmony.paper import scale as scales
 from fedharmony.paper.item import Item, all_items, items
-from fedharmony.paper.items.fig1 import qualities
+from fedharmony.paper.items.fig1 import correlations, most_frequent, qualities
 from fedharmony.paper.items.fig3 import errors
 from fedharmony.paper.items.table2 import matrix_form, pair_loop
 from fedharmony.paper.items.tables34 import exact_p, printed_differences, signed_ranks
@@ -345,6 +346,18 @@ def test_qualities_are_weights_of_rounds_by_quality_alone(tmp_path: Path) -> Non
     assert math.isnan(found[9])
 
 
+def test_correlations_of_a_client() -> None:
+    """Labels a and b always together, c never: φ(a, b) = 1, pairs with c are not defined."""
+    labels = np.array([[1, 1, 0], [0, 0, 0], [1, 1, 0], [0, 0, 0]], np.uint8)
+    found = correlations(labels)
+    assert found[0, 1] == 1
+    assert np.isnan(found[:, 2]).all()
+    assert np.isnan(np.diag(found)).all()
+    many = np.zeros((300, 50), np.uint8)
+    many[:, 7:47] = 1  # more than a byte can count
+    assert most_frequent(many).tolist() == list(range(7, 47))
+
+
 def test_errors_per_100_images(tmp_path: Path) -> None:
     """Of two images one label is missed and none is wrong; threshold 0.5."""
     folder = write_fake_run(tmp_path / "run", rounds=1, classes=2)
@@ -419,6 +432,8 @@ def test_measuring(tmp_path: Path, tiny: Scale) -> None:
     whole = np.array(known["whole"], dtype=float)
     assert whole.shape == (20, 20)
     assert np.isnan(np.diag(whole)).all()
+    assert all(value > 0 for value in known["apart"])
+    assert all(np.isfinite(np.array(m, dtype=float)).any() for m in known["drawn"].values())
 
 
 @pytest.mark.parametrize(
@@ -439,9 +454,24 @@ def test_what_is_refused(command: list[str], words: str, tmp_path: Path) -> None
 
 
 def test_the_page_is_what_the_results_say() -> None:
-    results = page.load(ROOT / "benchmarks" / "results" / "paper")
+    results, figures = page.load(ROOT)
     assert results[0]["scale"] == "demo"
-    assert (ROOT / "docs" / "paper.md").read_text("utf-8") == page.text(results)
+    assert (ROOT / "docs" / "paper.md").read_text("utf-8") == page.text(results, figures)
+
+
+def test_a_reproduction_is_taken_over(shown: dict[str, output.Outcome], tmp_path: Path) -> None:
+    old = tmp_path / page.FIGURES / "demo-digits-fig9-1.svg"
+    old.parent.mkdir(parents=True)
+    old.touch()
+    page.main([str(shown["fig6"].job.home.parent)], tmp_path)
+    assert not old.exists()
+    text = (tmp_path / page.PAGE).read_text("utf-8")
+    for outcome in shown.values():
+        assert f"## {outcome.item.title}" in text
+        assert outcome.shown.verdict.why in text
+    for source in re.findall(r'src="([^"]+)"', text):
+        assert (tmp_path / "docs" / source).is_file()
+    assert text.count("<img") == sum(len(o.as_dict()["figures"]) for o in shown.values())
 
 
 def test_every_claim_points_to_items() -> None:
