@@ -5,6 +5,7 @@ from __future__ import annotations
 import json
 import math
 import re
+from collections.abc import Callable
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
@@ -21,7 +22,7 @@ from fedharmony.experiments.scores import Scores, save_scores
 from fedharmony.metrics import METRIC_NAMES
 from fedharmony.paper import output, page, plan
 from fedharmony.paper import scale as scales
-from fedharmony.paper.item import Item, all_items, items
+from fedharmony.paper.item import Found, Item, all_items, items
 from fedharmony.paper.items.fig1 import correlations, most_frequent, qualities
 from fedharmony.paper.items.fig3 import errors
 from fedharmony.paper.items.table2 import matrix_form, pair_loop
@@ -29,7 +30,7 @@ from fedharmony.paper.items.tables34 import exact_p, printed_differences, signed
 from fedharmony.paper.published import NAMES, row, rows
 from fedharmony.paper.scale import DEMO, PAPER, SCALES, Scale, Study
 from fedharmony.paper.verdict import Gap, decide
-from fedharmony.report.load import load_run
+from fedharmony.report.load import RunView, load_run
 from test_cli import refuse, succeed
 
 ROOT = Path(__file__).parents[1]
@@ -331,6 +332,88 @@ def test_verdict_of_table_2(shown: dict[str, output.Outcome]) -> None:
     slow["rounds"]["no block"] = [[1.05] * 10] * 2
     found = replace(shown["table2"].found, measured=slow)
     assert item.show(found).verdict.word == "not reproduced"
+
+
+def made(item: Item, level: Callable[[str, str, int, str], float]) -> str:
+    """The verdict on runs whose metrics are ``level(part, method, seed, metric)``, per cent."""
+    study, views = DEMO.studies[0], {}
+    for part in item.parts(study):
+        for method in part.methods:
+            for seed in range(part.seeds):
+                found = {k: level(part.name, method, seed, k) / 100 for k in METRIC_NAMES}
+                results = {"metrics": found, "seed": seed, "rounds_done": 0}
+                views[part.name, method, seed] = RunView(Path("run"), results=results)
+    peak = {"peak_mb": {f"{n:,}": 900.0 for n in scales.CROWDS}}
+    return item.show(Found(DEMO, study, views, peak)).verdict.word
+
+
+@pytest.mark.parametrize(
+    ("name", "lead", "noise", "word"),
+    [
+        # FedHarmony's lead over all others in every metric, in every seed the same but for noise.
+        ("table1", 8.0, 0.1, "reproduced"),
+        ("table1", 2.0, 0.1, "not reproduced"),  # less than half of 6.9
+        ("table1", -1.0, 0.1, "not reproduced"),
+        ("table1", 3.0, 5.0, "cannot be decided"),
+        ("table5", 8.0, 0.1, "not reproduced"),  # A, which is not FedHarmony, gains nothing
+        ("table3", 0.4, 0.1, "reproduced"),
+        ("table3", 2.0, 0.1, "not reproduced"),
+        ("table3", 2.0, 5.0, "cannot be decided"),
+        ("table4", 1.0, 0.0, "not reproduced"),
+    ],
+)
+def test_verdicts_by_the_lead(name: str, lead: float, noise: float, word: str) -> None:
+    def level(part: str, method: str, seed: int, metric: str) -> float:
+        extra = lead if method == "fedharmony" else 0.0
+        own = (seed - 1) * noise if method == "fedharmony" else 0.0
+        return 50 + extra + own + METRIC_NAMES.index(metric)
+
+    assert made(named(name)[0], level) == word
+
+
+def test_the_ablation_is_reproduced_where_parts_add_up() -> None:
+    gains = {"fedavg": 0.0, "fedharmony:a": 6.0, "fedharmony:ab": 7.0, "fedharmony": 8.0}
+    item = named("table5")[0]
+    assert made(item, lambda part, m, seed, k: 60 + gains[m] + 0.1 * seed) == "reproduced"
+    gains["fedharmony"] = 6.5
+    assert made(item, lambda part, m, seed, k: 60 + gains[m] + 0.1 * seed) == "cannot be decided"
+
+
+@pytest.mark.parametrize(
+    ("own", "others", "word"),
+    [
+        (0.5, 4.0, "reproduced"),
+        (3.0, 6.0, "not reproduced"),
+        (1.8, 1.5, "not reproduced"),
+        (1.5, 4.0, "cannot be decided"),
+        (0.5, 1.8, "cannot be decided"),
+    ],
+)
+def test_verdicts_on_label_skew(own: float, others: float, word: str) -> None:
+    """What is lost from γ = 1.0 to 0.25, which is the base."""
+
+    def level(part: str, method: str, seed: int, metric: str) -> float:
+        loss = own if method == "fedharmony" else others
+        return 80 + (loss if part == "gamma-1.0" else 0.0)
+
+    assert made(named("fig6")[0], level) == word
+
+
+@pytest.mark.parametrize(
+    ("at", "step", "word"),
+    [
+        ("participation-0.75", 1.5, "reproduced"),
+        ("participation-0.75", 2.5, "not reproduced"),
+        ("clients-2500", -2.5, "not reproduced"),
+        ("clients-2500", -79.0, "not reproduced"),
+        ("", -75.0, "cannot be decided"),  # everywhere: nothing was learnt
+    ],
+)
+def test_verdicts_on_clients(at: str, step: float, word: str) -> None:
+    def level(part: str, method: str, seed: int, metric: str) -> float:
+        return 80 + (step if part == at or not at else 0.0)
+
+    assert made(named("fig5")[0], level) == word
 
 
 def test_qualities_are_weights_of_rounds_by_quality_alone(tmp_path: Path) -> None:
