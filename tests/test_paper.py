@@ -186,6 +186,11 @@ def test_every_item_is_planned_at_every_scale(tmp_path: Path) -> None:
     assert coco.beside == "COCO-80"
 
 
+def test_fewer_seeds(tmp_path: Path) -> None:
+    study = replace(DEMO.studies[0], seeds=1)
+    assert len(job(tmp_path, study).places(named("table1", "fig6"))) == 8 + 2 * 3
+
+
 def test_a_run_counts_wherever_its_data_lay(tmp_path: Path) -> None:
     study = SCALES["small"].studies[0]
     here = plan.Job(SCALES["small"], study, tmp_path, ("data.path='/a/b.tar'",))
