@@ -99,7 +99,6 @@ def write(home: Path, scale: str, found: Sequence[Outcome], command: str) -> Non
     results = {
         "scale": scale,
         "runs": len(_runs(found)),
-        "seconds": sum(run.seconds for run in _runs(found).values()),
         "machines": sorted({machine_of(run) for run in _runs(found).values()}),
         "items": [outcome.as_dict() for outcome in found],
     }

@@ -20,7 +20,6 @@ from fedharmony.files import write_atomically
 from fedharmony.paper.item import all_items
 from fedharmony.paper.scale import SCALES
 from fedharmony.report.grid import Grid
-from fedharmony.report.progress import duration
 
 HEAD = """\
 # The paper, item by item
@@ -82,14 +81,14 @@ def _found(results: Sequence[Mapping[str, Any]], name: str) -> Iterator[tuple[st
 
 
 def _runs(results: Sequence[Mapping[str, Any]]) -> Iterator[str]:
-    yield "| scale | data | items | runs | machine | all rounds, clocked |"
-    yield "|:--|:--|--:|--:|:--|--:|"
+    yield "| scale | data | items | runs | machine |"
+    yield "|:--|:--|--:|--:|:--|"
     for result in results:
         names = {study.name: study.title for study in SCALES[result["scale"]].studies}
         data = "; ".join(dict.fromkeys(names[c["study"]] for c in result["items"]))
         cells = (
             *(result["scale"], data, str(len(result["items"])), str(result["runs"])),
-            *("; ".join(result["machines"]), duration(result["seconds"])),
+            "; ".join(result["machines"]),
         )
         yield f"| {' | '.join(cells)} |"
     yield ""
@@ -103,13 +102,20 @@ def _claims(results: Sequence[Mapping[str, Any]]) -> Iterator[str]:
         cells = []
         for result in results:
             said = [
-                f"[{_short(content['title'])}](#{_anchor(content['title'])}) {_said(content, part)}"
+                f"[{_short(content['title'])}](#{_anchor(content['title'])})"
+                f"{_where(result['scale'], content)} {_said(content, part)}"
                 for item, _, part in (name.partition("/") for name in names)
                 for _, content in _found([result], item)
             ]
             cells.append("; ".join(said) or "not run")
         yield f"| {claim} | {' | '.join(cells)} |"
     yield ""
+
+
+def _where(scale: str, content: Mapping[str, Any]) -> str:
+    """The study in brackets, where it is not the first of its scale."""
+    first = SCALES[scale].studies[0].name
+    return "" if content["study"] == first else f" ({content['study']})"
 
 
 def _said(content: Mapping[str, Any], part: str) -> str:
