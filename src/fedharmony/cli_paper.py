@@ -7,6 +7,7 @@ import shlex
 import sys
 from collections.abc import Sequence
 from contextlib import ExitStack
+from dataclasses import replace
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated
 
@@ -44,6 +45,9 @@ def reproduce(
     out: Annotated[
         Path | None, typer.Option("--out", "-o", callback=usable, help="Folder for everything.")
     ] = None,
+    seeds: Annotated[
+        int | None, typer.Option(min=1, max=3, help="Seeds of each point at most; 3 by default.")
+    ] = None,
     jobs: Annotated[int, typer.Option("--jobs", "-j", min=1, max=1024, help="Runs at once.")] = 1,
     device: Annotated[str | None, typer.Option(help="cpu, cuda, cuda:1, ….")] = None,
     quiet: Annotated[
@@ -64,6 +68,9 @@ def reproduce(
     if quiet:
         logging.getLogger("fedharmony").setLevel(logging.WARNING)
     chosen, every = scale_of(scale), all_items()
+    if seeds is not None:
+        studies = tuple(replace(study, seeds=seeds) for study in chosen.studies)
+        chosen = replace(chosen, studies=studies)
     home = out or Path("runs") / f"paper-{chosen.name}"
     if not names:
         _list(every, chosen, home)

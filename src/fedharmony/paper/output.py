@@ -99,7 +99,6 @@ def write(home: Path, scale: str, found: Sequence[Outcome], command: str) -> Non
     results = {
         "scale": scale,
         "runs": len(_runs(found)),
-        "seconds": sum(run.seconds for run in _runs(found).values()),
         "machines": sorted({machine_of(run) for run in _runs(found).values()}),
         "items": [outcome.as_dict() for outcome in found],
     }
@@ -116,12 +115,14 @@ def _keep(path: Path, text: str) -> None:
 def page(scale: str, found: Sequence[Outcome], command: str) -> str:
     """One page with all items."""
     sections: dict[str, Section] = {}
+    several = len({outcome.job.study.name for outcome in found}) > 1
     for outcome in found:
         study = outcome.job.study
         for number, section in enumerate(outcome.shown.sections, start=1):
             summary = _summary(outcome) if number == 1 else ()
             name = f"{study.name}-{outcome.item.name}-{number}"
-            sections[name] = replace(section, summary=summary)
+            title = f"{section.title} ({study.name})" if several else section.title
+            sections[name] = replace(section, title=title, summary=summary)
     values: Mapping[str, Any] = {
         "kind": "reproduction",
         "title": "FedHarmony (arXiv 2604.28024), item by item",

@@ -1,15 +1,18 @@
 """The page ``docs/paper.md``, written from the results of reproductions.
 
-    python -m fedharmony.paper.page benchmarks/results/paper docs/paper.md
+    python -m fedharmony.paper.page [FOLDER]...
 
-The folder holds the ``results.json`` of one reproduction per scale, named after it.
+in the root of the repository. Results and figures of each FOLDER, which ``fedharmony reproduce``
+has written, are taken over into ``benchmarks/results/paper`` and ``docs/figures/paper``; the page
+is made of what is there.
 """
 
 from __future__ import annotations
 
 import json
+import shutil
 import sys
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Collection, Iterator, Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -17,7 +20,6 @@ from fedharmony.files import write_atomically
 from fedharmony.paper.item import all_items
 from fedharmony.paper.scale import SCALES
 from fedharmony.report.grid import Grid
-from fedharmony.report.progress import duration
 
 HEAD = """\
 # The paper, item by item
@@ -33,8 +35,13 @@ Every verdict follows from the figures by the rule that is stated with it. The p
 (splits, numbers of clients, most constants) and code are not public: a claim that is not found
 again here is not refuted on its own data, and one that is found again at a small scale is not
 proven at a large one. What was chosen where the paper is silent:
-[FedHarmony](methods/fedharmony.md). Figures are in the report that the command writes.
+[FedHarmony](methods/fedharmony.md).
 """
+
+RESULTS, FIGURES = Path("benchmarks/results/paper"), Path("docs/figures/paper")
+PAGE = Path("docs/paper.md")
+#: Width of a figure on the page, in pixels.
+WIDTH = 330
 
 #: The claims of the abstract and of the experiments, and the items that speak to them.
 CLAIMS: Sequence[tuple[str, tuple[str, ...]]] = (
@@ -56,12 +63,12 @@ CLAIMS: Sequence[tuple[str, tuple[str, ...]]] = (
 )
 
 
-def text(results: Sequence[Mapping[str, Any]]) -> str:
-    """The whole page."""
+def text(results: Sequence[Mapping[str, Any]], figures: Collection[str]) -> str:
+    """The whole page; ``figures`` are the names of those that can be shown."""
     commands = "\n".join(f"fedharmony reproduce all --scale {r['scale']}" for r in results)
     parts = [HEAD.format(commands=commands), *_runs(results), *_claims(results)]
     for item in all_items():
-        parts += _item(item.name, results)
+        parts += _item(item.name, results, figures)
     return "\n".join(parts).rstrip() + "\n"
 
 
@@ -74,14 +81,14 @@ def _found(results: Sequence[Mapping[str, Any]], name: str) -> Iterator[tuple[st
 
 
 def _runs(results: Sequence[Mapping[str, Any]]) -> Iterator[str]:
-    yield "| scale | data | items | runs | machine | all rounds, clocked |"
-    yield "|:--|:--|--:|--:|:--|--:|"
+    yield "| scale | data | items | runs | machine |"
+    yield "|:--|:--|--:|--:|:--|"
     for result in results:
         names = {study.name: study.title for study in SCALES[result["scale"]].studies}
         data = "; ".join(dict.fromkeys(names[c["study"]] for c in result["items"]))
         cells = (
             *(result["scale"], data, str(len(result["items"])), str(result["runs"])),
-            *("; ".join(result["machines"]), duration(result["seconds"])),
+            "; ".join(result["machines"]),
         )
         yield f"| {' | '.join(cells)} |"
     yield ""
@@ -95,13 +102,20 @@ def _claims(results: Sequence[Mapping[str, Any]]) -> Iterator[str]:
         cells = []
         for result in results:
             said = [
-                f"[{_short(content['title'])}](#{_anchor(content['title'])}) {_said(content, part)}"
+                f"[{_short(content['title'])}](#{_anchor(content['title'])})"
+                f"{_where(result['scale'], content)} {_said(content, part)}"
                 for item, _, part in (name.partition("/") for name in names)
                 for _, content in _found([result], item)
             ]
             cells.append("; ".join(said) or "not run")
         yield f"| {claim} | {' | '.join(cells)} |"
     yield ""
+
+
+def _where(scale: str, content: Mapping[str, Any]) -> str:
+    """The study in brackets, where it is not the first of its scale."""
+    first = SCALES[scale].studies[0].name
+    return "" if content["study"] == first else f" ({content['study']})"
 
 
 def _said(content: Mapping[str, Any], part: str) -> str:
@@ -112,7 +126,9 @@ def _said(content: Mapping[str, Any], part: str) -> str:
     return f"{said[:1].lower()}{said[1:]}"
 
 
-def _item(name: str, results: Sequence[Mapping[str, Any]]) -> Iterator[str]:
+def _item(
+    name: str, results: Sequence[Mapping[str, Any]], figures: Collection[str]
+) -> Iterator[str]:
     found = list(_found(results, name))
     if not found:
         return
@@ -128,6 +144,18 @@ def _item(name: str, results: Sequence[Mapping[str, Any]]) -> Iterator[str]:
             yield f"{grid.title}:\n\n{grid.to_markdown()}\n"
             if grid.note:
                 yield f"{grid.note}\n"
+        names = [_figure(scale, content, file) for file in content["figures"]]
+        shown = [
+            f'<img src="figures/paper/{file}" width="{WIDTH}" alt="{_short(first["title"])}">'
+            for file in names
+            if file in figures
+        ]
+        yield "\n".join([*shown, ""])
+
+
+def _figure(scale: str, content: Mapping[str, Any], file: str) -> str:
+    """The name of a figure among those of all reproductions."""
+    return f"{scale}-{content['study']}-{content['item']}-{file.removeprefix('figure-')}"
 
 
 def _short(title: str) -> str:
@@ -144,12 +172,33 @@ def _anchor(title: str) -> str:
     return kept.replace(" ", "-")
 
 
-def load(folder: Path) -> list[Mapping[str, Any]]:
-    """The results in a folder, by scale."""
-    files = [folder / f"{name}.json" for name in SCALES]
-    return [json.loads(file.read_text("utf-8")) for file in files if file.is_file()]
+def load(root: Path) -> tuple[list[Mapping[str, Any]], set[str]]:
+    """Results by scale, and names of figures, of a repository."""
+    files = [root / RESULTS / f"{name}.json" for name in SCALES]
+    results = [json.loads(file.read_text("utf-8")) for file in files if file.is_file()]
+    return results, {file.name for file in (root / FIGURES).glob("*.svg")}
+
+
+def take_over(reproduction: Path, root: Path) -> None:
+    """Copy the results and figures of a reproduction; older figures of its scale go."""
+    content = json.loads((reproduction / "results.json").read_text("utf-8"))
+    for folder in (RESULTS, FIGURES):
+        (root / folder).mkdir(parents=True, exist_ok=True)
+    for old in (root / FIGURES).glob(f"{content['scale']}-*.svg"):
+        old.unlink()
+    shutil.copyfile(reproduction / "results.json", root / RESULTS / f"{content['scale']}.json")
+    for item in content["items"]:
+        for file in item["figures"]:
+            target = root / FIGURES / _figure(content["scale"], item, file)
+            shutil.copyfile(reproduction / item["study"] / item["item"] / file, target)
+
+
+def main(folders: Sequence[str], root: Path = Path()) -> None:
+    """Take over reproductions and write the page."""
+    for folder in folders:
+        take_over(Path(folder), root)
+    write_atomically(root / PAGE, text(*load(root)).encode())
 
 
 if __name__ == "__main__":
-    source, target = map(Path, sys.argv[1:])
-    write_atomically(target, text(load(source)).encode())
+    main(sys.argv[1:])

@@ -48,6 +48,7 @@ class Study:
         crowd: changes that go with the numbers of clients of Fig. 5 (c, d), and their cost.
         seconds: of one run.
         only: names of the items that it is made for; empty for all.
+        seeds: that a point has at most.
     """
 
     name: str
@@ -63,16 +64,27 @@ class Study:
     crowd: tuple[tuple[str, ...], float] | None = None
     seconds: float = 60.0
     only: tuple[str, ...] = ()
+    seeds: int = 3
 
     def base(self, methods: tuple[str, ...], seeds: int = 3) -> Part:
         """The settings of the study as they are."""
-        return Part("base", methods, seeds)
+        return self._part("base", methods, seeds)
+
+    def _part(
+        self,
+        name: str,
+        methods: tuple[str, ...],
+        seeds: int,
+        changes: tuple[str, ...] = (),
+        cost: float = 1.0,
+    ) -> Part:
+        return Part(name, methods, min(seeds, self.seeds), changes, cost)
 
     def at_gamma(self, gamma: str, methods: tuple[str, ...], seeds: int) -> Part:
         """Another label skew."""
         if gamma == self.gamma:
             return self.base(methods, seeds)
-        return Part(f"gamma-{gamma}", methods, seeds, (f"split.gamma={gamma}",))
+        return self._part(f"gamma-{gamma}", methods, seeds, (f"split.gamma={gamma}",))
 
     def at_share(self, share: str, methods: tuple[str, ...], seeds: int) -> Part:
         """Another participation."""
@@ -80,14 +92,13 @@ class Study:
             return self.base(methods, seeds)
         changes = ("federation.cohort=", f"federation.participation={share}")
         cost = float(share) / float(self.share)
-        return Part(f"participation-{share}", methods, seeds, changes, cost)
+        return self._part(f"participation-{share}", methods, seeds, changes, cost)
 
     def with_clients(self, clients: int, methods: tuple[str, ...], seeds: int) -> Part:
         """The same images on more clients."""
         changes, cost = self.crowd or ((), 1.0)
-        return Part(
-            f"clients-{clients}", methods, seeds, (f"split.clients={clients}", *changes), cost
-        )
+        changes = (f"split.clients={clients}", *changes)
+        return self._part(f"clients-{clients}", methods, seeds, changes, cost)
 
 
 @dataclass(frozen=True)

@@ -7,7 +7,7 @@ from collections.abc import Sequence
 
 import numpy as np
 
-from fedharmony.correlation import label_correlation
+from fedharmony.correlation import label_pairs
 from fedharmony.experiments.preview import preview
 from fedharmony.paper.item import OURS, Bench, Found, Item, Measured, Shown, items
 from fedharmony.paper.scale import Part, Study
@@ -20,9 +20,8 @@ from fedharmony.report.order import LabelOrder, spectral_order
 from fedharmony.report.panel import Section
 from fedharmony.report.panels.correlation import common_limit, correlation_map, off_diagonal
 from fedharmony.report.svg import Array
+from fedharmony.types import Index, Labels
 
-#: Clients whose matrices are drawn: the largest, one in the middle and the smallest.
-DRAWN = 3
 #: Labels up to which matrices are kept; of more, the most frequent.
 MOST = 40
 
@@ -52,27 +51,22 @@ class Fig1(Item):
         """φ of each client's labels, its distance from φ of all, and sizes."""
         (part,) = self.parts(bench.study)
         split = preview(bench.settings(part, OURS))
-        frequent = np.sort(np.argsort(-split.labels.sum(axis=0), kind="stable")[:MOST])
+        frequent = most_frequent(split.labels)
         labels, names = split.labels[:, frequent], [split.classes[i] for i in frequent]
-        whole = label_correlation(labels)[0].numpy()
-        apart, drawn = [], {}
+        whole = correlations(labels)
         sizes = split.partition.sizes
         order = np.argsort(-sizes, kind="stable")
         chosen = [int(order[i]) for i in (0, len(order) // 2, len(order) - 1)]
-        for client, index in enumerate(split.partition.indices):
-            own, known = (t.numpy() for t in label_correlation(labels[index]))
-            pairs = np.triu(known, 1) > 0
-            gap = float(np.sqrt(np.mean((own - whole)[pairs] ** 2))) if pairs.any() else math.nan
-            apart.append(gap)
-            if client in chosen:
-                drawn[str(client)] = off_diagonal(own, known)
+        indices = split.partition.indices
+        apart = [distance(correlations(labels[index]), whole) for index in indices]
+        drawn = {str(client): correlations(labels[indices[client]]) for client in chosen}
         return {
             "labels": names,
             "sizes": sizes,
             "apart": apart,
             "drift": split.report.correlation_drift,
             "floor": split.report.correlation_drift_iid,
-            "whole": off_diagonal(whole),
+            "whole": whole,
             "drawn": drawn,
         }
 
@@ -136,6 +130,29 @@ class Fig1(Item):
             scatter("Distance from the global φ", sizes, apart, "images of the client"),
             scatter("Quality (mean 1)", sizes, quality, "images of the client"),
         ]
+
+
+def most_frequent(labels: Labels) -> Index:
+    """The :data:`MOST` most frequent labels, in their order."""
+    counts = labels.sum(axis=0, dtype=np.int64)
+    return np.sort(np.argsort(-counts, kind="stable")[:MOST])
+
+
+def correlations(labels: Labels) -> Array:
+    """φ of labels; nan on the diagonal and where one of two labels does not vary."""
+    matrix, defined = label_pairs(labels)
+    return off_diagonal(matrix.numpy(), defined.numpy())
+
+
+def distance(own: Array, whole: Array) -> float:
+    """Root mean square difference over the pairs that both have; nan where there is none.
+
+    >>> own = np.array([[np.nan, 0.5], [0.5, np.nan]])
+    >>> distance(own, own - 0.3), distance(own, own * np.nan)
+    (0.3, nan)
+    """
+    gap = (own - whole)[np.isfinite(own - whole)]
+    return float(np.sqrt(np.mean(gap**2))) if gap.size else math.nan
 
 
 def qualities(run: RunView, clients: int) -> Array:

@@ -48,7 +48,7 @@ class Fig3(Item):
                 (NAMES[m], spread([w for w, _ in of]), spread([s for _, s in of]))
                 for m, of in counts.items()
             ),
-            f"Over {part.seeds} seeds. The paper shows six images and counts nothing.",
+            f"Over {part.seeds} seeds. The paper shows chosen images and counts nothing.",
         )
         wrong, missed = (
             Gap.of([a[i] - b[i] for a, b in zip(counts[OURS], counts[BASE], strict=True)])
@@ -59,8 +59,8 @@ class Fig3(Item):
         pictures = () if drawn is None else drawn.pictures
         keys = () if drawn is None else drawn.keys
         why = (
-            f"per 100 test images FedHarmony gives {wrong} wrong labels more than FedAvg and "
-            f"misses {missed} more."
+            f"per 100 test images FedHarmony and FedAvg differ by {wrong} wrong and {missed} "
+            "missed labels."
         )
         yes = wrong.below(0) and missed.below(0)
         section = Section(self.title, lead, pictures, keys, grids=(table,))

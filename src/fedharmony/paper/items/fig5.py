@@ -20,7 +20,7 @@ from fedharmony.paper.scale import CROWDS, Part, Study
 from fedharmony.paper.verdict import decide
 from fedharmony.report.charts import Row, dots
 from fedharmony.report.grid import Grid, spread
-from fedharmony.report.panel import Section, styles
+from fedharmony.report.panel import Section, count, styles
 from fedharmony.report.svg import style
 
 METHODS = (BASE, OURS)
@@ -87,12 +87,12 @@ class Fig5(Item):
         keys = tuple(looks.items())
         first = Section(
             self.title,
-            f"(a, b) Share of the clients that train in a round; {SHARE_SEEDS} seeds. Lines are "
-            "means over seeds, bands ± one standard deviation. The paper's figure has no numbers; "
-            "its text says 1 to 2 points of variation.",
+            "(a, b) Share of the clients that train in a round. Lines are means over seeds, bands "
+            "± one standard deviation. The paper's figure has no numbers; its text says 1 to 2 "
+            "points of variation.",
             tuple(lines_over(found, "participation", share, METHODS, k, looks) for k in METRICS),
             keys,
-            grids=(_grid(found, share, "participation", SHARE_SEEDS),),
+            grids=(_grid(found, share, "participation"),),
         )
         sections = [first]
         ranges = {f"{k} over participation": _range(found, share, k) for k in ("mAP", "OF1")}
@@ -118,11 +118,11 @@ class Fig5(Item):
         return Section(
             "Fig. 5 (c, d): number of clients",
             "The same training images on more clients; the same share of the clients, and so of "
-            f"the images, trains in a round. {CROWD_SEEDS} seed. The paper's text: OR and OF1 vary "
-            "by 1 to 2 points.",
+            "the images, trains in a round. Fewer images per client are fewer local steps a round: "
+            "FedAvg stands beside. The paper's text: OR and OF1 vary by 1 to 2 points.",
             (*pictures, picture),
             tuple(looks.items()),
-            grids=(_grid(found, crowd, "clients", CROWD_SEEDS, memory),),
+            grids=(_grid(found, crowd, "clients", memory),),
         )
 
 
@@ -130,7 +130,6 @@ def _grid(
     found: Found,
     parts: Mapping[str, Part],
     axis: str,
-    seeds: int,
     memory: Mapping[str, float] | None = None,
 ) -> Grid:
     extra = {"memory, MB": [f"{memory[name]:,.0f}" for name in parts]} if memory else {}
@@ -146,7 +145,7 @@ def _grid(
         f"Over {axis}, {found.study.title}, per cent",
         (axis, *(f"{NAMES[m]} {k}" for m in METHODS for k in METRICS), *extra),
         tuple(rows),
-        f"{seeds} seed{'s' if seeds > 1 else ''}.",
+        f"{count(next(iter(parts.values())).seeds, 'seed')}.",
     )
 
 

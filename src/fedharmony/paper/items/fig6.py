@@ -10,7 +10,7 @@ from fedharmony.paper.published import NAMES
 from fedharmony.paper.scale import Part, Study
 from fedharmony.paper.verdict import Gap, decide
 from fedharmony.report.grid import Grid, signed, spread
-from fedharmony.report.panel import Section, styles
+from fedharmony.report.panel import Section, count, styles
 
 METHODS = (BASE, "spherefed", OURS)
 #: The metrics that the paper draws.
@@ -73,11 +73,11 @@ class Fig6(Item):
                 )
                 for m in METHODS
             ),
-            f"{SEEDS} seeds; the paper's figure has no numbers, only its text.",
+            f"{count(first.seeds, 'seed')}; the paper's figure has no numbers, only its text.",
         )
         lead = (
-            f"Smaller γ is stronger skew. {SEEDS} seeds: lines are means, bands ± one standard "
-            "deviation; values of γ at equal distances."
+            f"Smaller γ is stronger skew. {count(first.seeds, 'seed')}: lines are means, bands ± "
+            "one standard deviation; values of γ at equal distances."
         )
         own = losses[OURS].mean
         others = {m: losses[m].mean for m in METHODS if m != OURS}

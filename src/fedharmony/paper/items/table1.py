@@ -55,10 +55,10 @@ class Table1(Item):
             f"Mean ± sample standard deviation over {part.seeds} seeds.",
         )
         compared = Grid(
-            f"The paper's {beside} beside it",
-            ("method", *(f"{k}: paper" for k in METRIC_NAMES), *(f"{k}: Δ" for k in METRIC_NAMES)),
+            f"The paper's {beside}, and how far ours lies from it",
+            ("method", *METRIC_NAMES),
             tuple(_beside(m, ours[m], beside) for m in ours),
-            "Δ: ours − the paper's (Table 1). The data differ where the titles do: compare "
+            "In brackets: ours − the paper's (Table 1). Other data have other levels: compare "
             "differences between methods.",
         )
         runs = found.runs(part)
@@ -75,9 +75,8 @@ class Table1(Item):
 def _beside(method: str, ours: Mapping[str, Sequence[float]], data: str) -> tuple[str, ...]:
     printed = row("table1", data=data, method=NAMES[method])
     assert printed is not None
-    paper = [printed[k] for k in METRIC_NAMES]
-    apart = [signed(mean(ours[k]) - float(printed[k])) for k in METRIC_NAMES]
-    return (NAMES[method], *paper, *apart)
+    cells = [f"{printed[k]} ({signed(mean(ours[k]) - float(printed[k]))})" for k in METRIC_NAMES]
+    return (NAMES[method], *cells)
 
 
 def published_gain(data: str, method: str, metric: str = "mAP") -> float:
@@ -103,16 +102,21 @@ def _gain_table(ours: Mapping[str, Mapping[str, Sequence[float]]]) -> Grid:
 
 def _gains(found: Found, part: Part) -> Picture:
     looks, grey = styles(found.runs(part)), replace(svg.style(3), colour=svg.MUTED, dashes="")
-    lines = []
-    for method in part.methods:
-        if method == BASE:
-            continue
-        gap = found.gap(part, method, BASE, "mAP")
-        paper = tuple((grey, published_gain(data, method)) for data in DATA)
+    others = [m for m in part.methods if m != BASE]
+    gaps = {m: found.gap(part, m, BASE, "mAP") for m in others}
+    means = [gap.mean for gap in gaps.values()]
+    ends = min(-10.0, *means), max(16.0, *means)
+    lines, outside = [], []
+    for method, gap in gaps.items():
+        printed = {data: published_gain(data, method) for data in DATA}
+        outside += [f"{NAMES[method]} {signed(v)} ({d})" for d, v in printed.items() if v < ends[0]]
+        paper = tuple((grey, value) for value in printed.values() if value >= ends[0])
         interval = (gap.low, gap.high) if gap.count > 1 else None
         lines.append(Row(NAMES[method], ((looks[method], gap.mean), *paper), interval=interval))
-    note = "Lines: 95 % interval of ours over seeds. What lies far outside is named at the edge."
-    return dots("mAP gained over FedAvg, points", lines, line_at=0.0, spacing=22, note=note)
+    note = "Lines: 95 % interval of ours over seeds. Grey: the paper's three data sets"
+    note += f"; outside: {', '.join(outside)}." if outside else "."
+    title = "mAP gained over FedAvg, points"
+    return dots(title, lines, ends=ends, line_at=0.0, spacing=22, note=note)
 
 
 def verdict(found: Found, part: Part) -> Verdict:
