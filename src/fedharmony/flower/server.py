@@ -19,8 +19,8 @@ import torch
 
 from fedharmony.data.base import DataSet, LabelledImages, TensorImages, datasets
 from fedharmony.engine.checkpoint import digest
+from fedharmony.engine.compute_mode import ComputeMode
 from fedharmony.engine.federation import Federation
-from fedharmony.engine.means import Means
 from fedharmony.engine.memory import ClientMemory
 from fedharmony.errors import ConfigError
 from fedharmony.experiments import run
@@ -132,7 +132,7 @@ def _builder(folder: RunFolder, post: Post, terms: Terms) -> run.Build:
             partition=partition_by_size,
             clients={},
             device=device,
-            means=Means(),
+            mode=ComputeMode(),
             bound=bound,
             transport=transport,
         )
