@@ -34,11 +34,11 @@ from torch import Tensor
 
 from fedharmony.data.base import LabelledImages, TensorImages
 from fedharmony.engine.cohort import Cohort
+from fedharmony.engine.compute_mode import ComputeMode
 from fedharmony.engine.federation import Federation, FederationSettings
-from fedharmony.engine.means import Means
 from fedharmony.engine.optimise import TrainSettings
 from fedharmony.engine.room import RoomTest
-from fedharmony.experiments.machine import choose_means
+from fedharmony.experiments.machine import choose_mode
 from fedharmony.experiments.settings import EngineSettings
 from fedharmony.methods.base import Task, methods
 from fedharmony.models.base import InputSpec, Model, models
@@ -107,14 +107,14 @@ class Run:
         self.method = cls(cls.Config(), task)
         net = Model(backbone, self.method.head(backbone.width))
         params = net.init(torch.Generator().manual_seed(0))
-        means = choose_means(engine, device, net.backbone.elements(), EVER)
+        mode = choose_mode(engine, device, net.backbone.elements(), EVER)
         data = make_data(sum(sizes), classes, side, device)
         ends = np.cumsum(sizes)
         parts = (np.arange(end - n, end) for n, end in zip(sizes, ends, strict=True))
         clients = dict(enumerate(parts))
-        self.rule = RoomTest(net, params, means, device, BATCH, (3, side, side)).rule()
+        self.rule = RoomTest(net, params, mode, device, BATCH, (3, side, side)).rule()
         settings = TrainSettings(epochs=EPOCHS, batch_size=BATCH)
-        cohort = Cohort(net, self.method, data, clients, settings, 0, device, means=means)
+        cohort = Cohort(net, self.method, data, clients, settings, 0, device, mode=mode)
         self.images, self.device = sum(sizes) * EPOCHS, device
         self.loop = Federation(
             self.method,
@@ -147,7 +147,7 @@ def synchronise(device: torch.device) -> None:
 
 
 def central_step(
-    model: str, side: int, batch: int, device: torch.device, means: Means, classes: int = 20
+    model: str, side: int, batch: int, device: torch.device, mode: ComputeMode, classes: int = 20
 ) -> tuple[Callable[[], None], Callable[[], None] | None]:
     """A step of plain training of one model: called, and replayed from a graph if there is one."""
     backbone = models[NAMES[model]](models[NAMES[model]].Config(), InputSpec(3, side, side))
@@ -164,11 +164,11 @@ def central_step(
         outputs = net.apply(leaves, images.unsqueeze(0))[0].float()
         return F.binary_cross_entropy_with_logits(outputs, labels[index].float())
 
-    objective = torch.compile(loss, dynamic=False) if means.compile else loss
+    objective = torch.compile(loss, dynamic=False) if mode.compile else loss
     index = torch.randint(0, 2048, (batch,), device=device)
 
     def step() -> None:
-        with means.autocast(device):
+        with mode.autocast(device):
             value = objective(index)
         optimiser.zero_grad()
         value.backward()  # type: ignore[no-untyped-call]
@@ -176,7 +176,7 @@ def central_step(
 
     for _ in range(3):
         step()
-    if not means.graphs:
+    if not mode.graphs:
         return step, None
     optimiser.zero_grad()
     graph = torch.cuda.CUDAGraph()
@@ -202,7 +202,7 @@ def images_per_second(step: Callable[[], None], images: int, device: torch.devic
 def measure(options: argparse.Namespace, device: torch.device) -> Iterator[dict[str, Any]]:
     """One row per model and part."""
     engine = EngineSettings(device=str(device))
-    means = choose_means(engine, device, 10**6, EVER)
+    mode = choose_mode(engine, device, 10**6, EVER)
     names, limits = options.models.split(","), {}
     equal = [options.images] * CLIENTS
     parts: list[tuple[str, str, str, list[int], int]] = []
@@ -219,7 +219,7 @@ def measure(options: argparse.Namespace, device: torch.device) -> Iterator[dict[
         parts.append((names[0], f"FedAvg, {len(sizes)} clients like FLAIR's", "fedavg", sizes, 20))
     for model, title, method, sizes, classes in parts:
         if model not in limits:
-            limits[model] = yield from central(model, options.side, device, means)
+            limits[model] = yield from central(model, options.side, device, mode)
         if device.type == "cuda":
             torch.cuda.empty_cache()
             torch.cuda.reset_peak_memory_stats()
@@ -247,7 +247,7 @@ def measure(options: argparse.Namespace, device: torch.device) -> Iterator[dict[
         run.loop.transport.cohort.release()  # type: ignore[attr-defined]
         del run
     for model in names if "naive" in options.parts else ():
-        step, _ = central_step(model, options.side, BATCH, device, Means(half=means.half))
+        step, _ = central_step(model, options.side, BATCH, device, ComputeMode(half=mode.half))
         speed = images_per_second(step, BATCH, device)
         yield {
             "model": model,
@@ -258,10 +258,10 @@ def measure(options: argparse.Namespace, device: torch.device) -> Iterator[dict[
 
 
 def central(
-    model: str, side: int, device: torch.device, means: Means
+    model: str, side: int, device: torch.device, mode: ComputeMode
 ) -> Generator[dict[str, Any], None, float]:
     """The limit: the faster of steps that are called and steps that are replayed."""
-    called, replayed = central_step(model, side, CENTRAL_BATCH, device, means)
+    called, replayed = central_step(model, side, CENTRAL_BATCH, device, mode)
     speeds = [images_per_second(f, CENTRAL_BATCH, device) for f in (called, replayed) if f]
     yield {
         "model": model,

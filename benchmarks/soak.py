@@ -34,10 +34,10 @@ from torch import Tensor
 
 from engine import EVER, NAMES, flair_sizes, make_data
 from fedharmony.engine.cohort import Cohort
-from fedharmony.engine.means import Means
+from fedharmony.engine.compute_mode import ComputeMode
 from fedharmony.engine.optimise import TrainSettings
 from fedharmony.engine.room import RoomTest
-from fedharmony.experiments.machine import choose_means
+from fedharmony.experiments.machine import choose_mode
 from fedharmony.experiments.settings import EngineSettings
 from fedharmony.methods.base import Task, methods
 from fedharmony.models.base import InputSpec, Model, models
@@ -50,11 +50,11 @@ ALLOWED, FLOOR = 3.0, 1e-4
 SIZES = {"equal": [40] * 12, "flair": flair_sizes(24), "few": [9, 5, 5, 2, 1]}
 
 
-def fast_path(device: torch.device) -> Means:
+def fast_path(device: torch.device) -> ComputeMode:
     """As the engine computes by default in a long run; on a CPU fixed places and few shapes."""
     if device.type == "cpu":
-        return Means(fixed=True)
-    return choose_means(EngineSettings(device=str(device)), device, 10**6, EVER)
+        return ComputeMode(fixed=True)
+    return choose_mode(EngineSettings(device=str(device)), device, 10**6, EVER)
 
 
 def poison(device: torch.device) -> None:
@@ -101,14 +101,14 @@ class Soaked:
         clients = dict(enumerate(parts))
         settings = TrainSettings(epochs=1, batch_size=BATCH, optimiser="sgd", lr=LR)
         fast = fast_path(device)
-        ways = {"fast": fast, "plain": Means(), "half": Means(half=True)}
+        ways = {"fast": fast, "plain": ComputeMode(), "half": ComputeMode(half=True)}
         self.ways: dict[str, InProcess] = {}
-        for name, means in ways.items():
+        for name, mode in ways.items():
             cohort = Cohort(
-                net, self.method, data, clients, settings, seed, device, frozen=frozen, means=means
+                net, self.method, data, clients, settings, seed, device, frozen=frozen, mode=mode
             )
             params = {**trained, **frozen}
-            rule = RoomTest(net, params, means, device, BATCH, (3, side, side), share).rule()
+            rule = RoomTest(net, params, mode, device, BATCH, (3, side, side), share).rule()
             self.ways[name] = InProcess(cohort, rule)
         state = self.method.init_state(trained, backbone.init_buffers())
         self.state: Record = (state.replace({FROZEN: frozen}) if frozen else state).to(device)

@@ -14,7 +14,7 @@ import pytest
 import torch
 
 from fedharmony.engine.batches import plan_batches
-from fedharmony.engine.means import Means
+from fedharmony.engine.compute_mode import ComputeMode
 from toy import Toy
 
 BENCHMARKS = Path(__file__).parents[1] / "benchmarks"
@@ -76,7 +76,7 @@ def test_steps_of_fixed_shape_are_timed_one_by_one(monkeypatch: pytest.MonkeyPat
     monkeypatch.syspath_prepend(str(BENCHMARKS))
     from round_profile import times_of_steps
 
-    toy = Toy(sizes=(9, 4), rounds=1, means=Means(fixed=True))
+    toy = Toy(sizes=(9, 4), rounds=1, mode=ComputeMode(fixed=True))
     toy.run()
     watched = SimpleNamespace(
         loop=SimpleNamespace(transport=toy.transport), device=torch.device("cpu")

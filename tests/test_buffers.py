@@ -15,8 +15,8 @@ import torch.nn.functional as F
 from torch import Tensor
 
 from fedharmony.data.base import LabelledImages, TensorImages
+from fedharmony.engine.compute_mode import ComputeMode
 from fedharmony.engine.federation import problem
-from fedharmony.engine.means import Means
 from fedharmony.engine.memory import ClientMemory
 from fedharmony.experiments.build import assemble
 from fedharmony.experiments.evaluate import evaluate
@@ -173,8 +173,8 @@ def test_running_statistics_that_are_not_finite_are_noticed() -> None:
 
 
 def test_steps_of_any_size_are_neither_compiled_nor_recorded() -> None:
-    fast = Means(half=True, graphs=True, compile=True, fixed=True)
-    assert fast.exact() == Means(half=True)
+    fast = ComputeMode(half=True, graphs=True, compile=True, fixed=True)
+    assert fast.exact() == ComputeMode(half=True)
 
 
 # -- timm -----------------------------------------------------------------------------------------

@@ -27,8 +27,8 @@ from fedharmony.data.augment import AugmentSettings
 from fedharmony.data.base import LabelledImages, TensorImages
 from fedharmony.engine.batches import plan_batches
 from fedharmony.engine.checkpoint import digest, from_bytes, load_record, save_record, to_bytes
+from fedharmony.engine.compute_mode import ComputeMode
 from fedharmony.engine.federation import FederationSettings, Tally, problem
-from fedharmony.engine.means import Means
 from fedharmony.engine.optimise import TrainSettings
 from fedharmony.engine.sampling import Schedule, cohort_size, drops_out
 from fedharmony.errors import CheckpointError, ClientLimitError, ConfigError
@@ -255,8 +255,8 @@ def test_a_sweep_reads_what_it_asks_for(stack: int) -> None:
             torch.testing.assert_close(found["sum"], expected[reads].double())
 
 
-@pytest.mark.parametrize("means", [Means(), Means(fixed=True)], ids=["exact", "fixed"])
-def test_a_sweep_during_training_folds_each_image_of_the_last_epoch_once(means: Means) -> None:
+@pytest.mark.parametrize("mode", [ComputeMode(), ComputeMode(fixed=True)], ids=["exact", "fixed"])
+def test_a_sweep_during_training_folds_each_image_of_the_last_epoch_once(mode: ComputeMode) -> None:
     """Three epochs, unequal clients in one stack: n_k rows each, with the labels of n_k images."""
 
     class Counts(methods["fedavg"]):  # type: ignore[misc]
@@ -279,7 +279,7 @@ def test_a_sweep_during_training_folds_each_image_of_the_last_epoch_once(means: 
                 during_training=True,
             )
 
-    toy = Toy(method_class=Counts, sizes=(20, 7, 1, 13), epochs=3, means=means)
+    toy = Toy(method_class=Counts, sizes=(20, 7, 1, 13), epochs=3, mode=mode)
     apply, passes = Model.apply, list[bool]()
     stage = toy.method.stages(0)[0]
     sent = stage.broadcast(toy.initial(), 0, range(4))

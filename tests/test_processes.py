@@ -15,7 +15,7 @@ import torch
 
 from fedharmony.errors import ClientLimitError
 from fedharmony.methods.base import Outcome, Stage
-from fedharmony.transport.processes import Crew, Processes, _pack, _unpack, join
+from fedharmony.transport.processes import Processes, ProcessGroup, _pack, _unpack, join
 from fedharmony.types import Failure, Record, Reply
 
 SMALL = [
@@ -100,7 +100,7 @@ def test_a_process_that_does_not_answer_ends_the_run(monkeypatch: pytest.MonkeyP
             return iter(())
 
     monkeypatch.setattr(torch.distributed, "broadcast", broadcast)
-    two = Processes(Nobody(), Crew(0, 2), torch.device("cpu"))
+    two = Processes(Nobody(), ProcessGroup(0, 2), torch.device("cpu"))
     stage = Stage("update", lambda *a: {}, lambda *a: Outcome(Record()))
     with pytest.raises(
         ClientLimitError, match=r"Process 1 did not send the answer of client 1"

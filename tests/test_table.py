@@ -493,18 +493,20 @@ def test_check_decodes_every_image(tmp_path: Path) -> None:
     write(tmp_path, table, names)
     told: list[tuple[int, int]] = []
     assert source(tmp_path).check(lambda *seen: told.append(seen)).ok
-    assert told == [(80, 80), (20, 20)]
+    assert told[-1] == (20, 20)
+    assert [done for done, total in told if total == 80] == [16, 32, 48, 64, 80]
     for name in ("17.png", "43.png"):
         (tmp_path / name).unlink()
     os.mkfifo(tmp_path / "43.png")
-    (tmp_path / "71.png").write_bytes(png(1)[:40])
+    (tmp_path / "71.png").write_bytes(png(1)[:4])
     found = source(tmp_path).check()
     assert not found.ok
     assert sum(line.found for line in found.lines) == 97
     said = "\n".join(found.faults)
     assert f"{tmp_path / '17.png'}: there is no such file." in said
-    assert f"{tmp_path / '43.png'}: cannot be read: it is a pipe, socket or device" in said
+    assert f"{tmp_path / '43.png'}: it is a pipe, socket or device" in said
     assert re.search(r"71\.png: .+", said)
+    assert "BytesIO" not in said
     assert len(found.faults) == 3
 
 
@@ -529,7 +531,8 @@ def test_names_that_look_alike_against_difflib(names: list[str]) -> None:
     def alike(a: str, b: str) -> bool:
         plain = [re.sub(r"\d+", "0", name) for name in (a, b)]
         ratio = difflib.SequenceMatcher(None, b.casefold(), a.casefold()).ratio()
-        return plain[0] != plain[1] and ratio >= 0.8
+        swapped = sorted(a.casefold()) == sorted(b.casefold())
+        return plain[0] != plain[1] and (swapped or ratio >= 0.8)
 
     pairs = [(a, b) for i, a in enumerate(names) for b in names[i + 1 :] if alike(a, b)]
     assert look_alikes(names) == pairs

@@ -17,12 +17,12 @@ from torch._functorch.aot_autograd import make_boxed_func
 from fedharmony.aggregate import RunningMean
 from fedharmony.data.base import TensorImages
 from fedharmony.engine import training
+from fedharmony.engine.compute_mode import ComputeMode
 from fedharmony.engine.federation import FederationSettings
 from fedharmony.engine.gpu import barrier
 from fedharmony.engine.gpu.compiled import Compiled, CompiledPiece
 from fedharmony.engine.gpu.graphs import Program, Recorder, StepInput
 from fedharmony.engine.lanes import Lanes
-from fedharmony.engine.means import Means
 from fedharmony.engine.optimise import (
     MOMENTS,
     TrainSettings,
@@ -34,7 +34,7 @@ from fedharmony.engine.room import RoomTest, StackRule
 from fedharmony.errors import ConfigError
 from fedharmony.experiments.build import assemble
 from fedharmony.experiments.evaluate import evaluate
-from fedharmony.experiments.machine import choose_means, switch_torch
+from fedharmony.experiments.machine import choose_mode, switch_torch
 from fedharmony.experiments.settings import EngineSettings, load_settings
 from fedharmony.methods.base import methods
 from fedharmony.metrics import MetricOptions, ScoreStore
@@ -44,7 +44,7 @@ from fedharmony.models.vit import ViT, block
 from fedharmony.types import FROZEN, PARAMS, Layout, Packed, Record
 from toy import Toy, largest_difference
 
-FIXED = Means(fixed=True)
+FIXED = ComputeMode(fixed=True)
 #: Below and above a batch of 4.
 SIZES = (20, 7, 1, 13, 19, 2, 5, 14, 15, 16, 8)
 
@@ -62,7 +62,7 @@ def no_retry(clients: list[int], error: Exception) -> Any:
 def test_fixed_memory_and_few_shapes_train_like_exact_stacks(name: str, stack: int) -> None:
     """Three rounds in float64: padded lanes, saved clients and packed replies change nothing."""
     plain, _ = Toy(name, sizes=SIZES, dtype=torch.float64, stack=16, rounds=3).run()
-    toy = Toy(name, sizes=SIZES, dtype=torch.float64, stack=stack, rounds=3, means=FIXED)
+    toy = Toy(name, sizes=SIZES, dtype=torch.float64, stack=stack, rounds=3, mode=FIXED)
     toy.transport._smaller = no_retry
     fixed, _ = toy.run()
     models = [Record({PARAMS: state.get(PARAMS)}) for state in (plain, fixed)]
@@ -78,7 +78,7 @@ def test_a_client_that_is_done_while_its_lane_goes_on_is_saved(name: str) -> Non
     """
     options: dict[str, Any] = {"sizes": [9] * 17 + [3] * 2, "dtype": torch.float64, "rounds": 2}
     plain, _ = Toy(name, **options, stack=32).run()
-    fixed, _ = Toy(name, **options, stack=32, means=FIXED).run()
+    fixed, _ = Toy(name, **options, stack=32, mode=FIXED).run()
     models = [Record({PARAMS: state.get(PARAMS)}) for state in (plain, fixed)]
     assert largest_difference(*models) < 1e-9
 
@@ -88,7 +88,7 @@ def test_fixed_memory_with_every_optimiser(optimiser: Any) -> None:
     options: dict[str, Any] = {"sizes": SIZES, "dtype": torch.float64, "optimiser": optimiser}
     options["stack"] = 16
     plain, events = Toy(**options).run()
-    fixed, others = Toy(**options, means=FIXED).run()
+    fixed, others = Toy(**options, mode=FIXED).run()
     assert largest_difference(plain, fixed) < 1e-9
     for event, other in zip(events, others, strict=True):
         assert other["train_loss"] == pytest.approx(event["train_loss"], rel=1e-6)
@@ -99,7 +99,7 @@ def test_fixed_memory_with_every_optimiser(optimiser: Any) -> None:
 def test_half_precision_stays_near_full_precision(name: str) -> None:
     """bfloat16 has 8 bits: after two rounds of Adam steps of 0.01 weights agree to a few steps."""
     full, _ = Toy(name, sizes=SIZES, rounds=2).run()
-    half, _ = Toy(name, sizes=SIZES, rounds=2, means=Means(half=True, fixed=True)).run()
+    half, _ = Toy(name, sizes=SIZES, rounds=2, mode=ComputeMode(half=True, fixed=True)).run()
     a, b = (Record({PARAMS: state.get(PARAMS)}) for state in (full, half))
     assert all(t.dtype == torch.float32 for _, t in b.tensors())  # master weights
     assert 0 < largest_difference(a, b) < 0.1
@@ -123,8 +123,8 @@ def test_half_precision_costs_at_most_a_point_of_mean_average_precision(name: st
     """Three rounds of bfloat16 products and of float32: |Δ mAP| ≤ 0.01, far from chance."""
     options: dict[str, Any] = {"sizes": (60, 40, 30, 25, 20, 3, 2), "epochs": 1, "batch_size": 8}
     found = []
-    for means in (Means(), Means(half=True, fixed=True)):
-        toy = Toy(name, **options, rounds=3, means=means)
+    for mode in (ComputeMode(), ComputeMode(half=True, fixed=True)):
+        toy = Toy(name, **options, rounds=3, mode=mode)
         found.append(mean_average_precision(toy, toy.run()[0]))
     assert found[1] == pytest.approx(found[0], abs=0.01)
     assert min(found) > 0.6
@@ -132,7 +132,7 @@ def test_half_precision_costs_at_most_a_point_of_mean_average_precision(name: st
 
 def test_a_personal_model_for_each_client_is_trained_from() -> None:
     """Clients that receive models of their own: lanes are filled one by one, not all alike."""
-    toys = [Toy(dtype=torch.float64, means=means, stack=8) for means in (Means(), FIXED)]
+    toys = [Toy(dtype=torch.float64, mode=mode, stack=8) for mode in (ComputeMode(), FIXED)]
     replies = []
     for toy in toys:
         messages = toy.method.broadcast(toy.initial(), 0, range(5))
@@ -148,7 +148,7 @@ def test_a_personal_model_for_each_client_is_trained_from() -> None:
 
 def test_replies_survive_the_next_stack() -> None:
     """Lanes are used again; what they gave out must not change."""
-    toy = Toy(dtype=torch.float64, means=FIXED, stack=2)
+    toy = Toy(dtype=torch.float64, mode=FIXED, stack=2)
     messages = toy.method.broadcast(toy.initial(), 0, range(5))
     seen = []
     for reply in toy.transport.exchange(toy.method.stages(0)[0], 0, messages):
@@ -165,7 +165,7 @@ def test_narrow_batches_for_clients_with_few_images() -> None:
     """A stack whose largest client has 5 images of a batch of 16: 5 rows, or 6 of few sizes."""
     toy = Toy(sizes=(5, 2), batch_size=16)
     assert toy.trainer.trainer.rows(0) == 5
-    assert Toy(sizes=(5, 2), batch_size=16, means=FIXED).trainer.trainer.rows(0) == 6
+    assert Toy(sizes=(5, 2), batch_size=16, mode=FIXED).trainer.trainer.rows(0) == 6
 
 
 def test_clients_with_few_images_form_wider_stacks() -> None:
@@ -236,13 +236,13 @@ def spoil(monkeypatch: pytest.MonkeyPatch, toy: Toy, client: int, but: Any = lam
     monkeypatch.setattr(data, "batch", broken)
 
 
-@pytest.mark.parametrize("means", [Means(), FIXED], ids=["exact", "fixed"])
+@pytest.mark.parametrize("mode", [ComputeMode(), FIXED], ids=["exact", "fixed"])
 @pytest.mark.parametrize("name", ["fedavg", "fedharmony"])
 def test_a_client_that_diverges_is_left_out_by_name(
-    monkeypatch: pytest.MonkeyPatch, means: Means, name: str
+    monkeypatch: pytest.MonkeyPatch, mode: ComputeMode, name: str
 ) -> None:
     half = FederationSettings(max_failures=0.5)
-    toy = Toy(name, sizes=(5, 5, 4), rounds=1, means=means, federation=half)
+    toy = Toy(name, sizes=(5, 5, 4), rounds=1, mode=mode, federation=half)
     spoil(monkeypatch, toy, client=1)
     _, events = toy.run()
     assert events[0]["reported"] == [0, 2]
@@ -263,14 +263,14 @@ def spoil_pass(monkeypatch: pytest.MonkeyPatch, toy: Toy) -> None:
     monkeypatch.setattr(toy.trainer.sweeper, "sweep", broken)
 
 
-@pytest.mark.parametrize("means", [Means(), FIXED], ids=["exact", "fixed"])
+@pytest.mark.parametrize("mode", [ComputeMode(), FIXED], ids=["exact", "fixed"])
 def test_a_pass_that_diverges_is_left_out_by_name(
-    monkeypatch: pytest.MonkeyPatch, means: Means
+    monkeypatch: pytest.MonkeyPatch, mode: ComputeMode
 ) -> None:
     """Parameters are finite, what a client found out about its data is not."""
     half = FederationSettings(max_failures=0.5)
     config = {"measured": "after"}
-    toy = Toy("fedharmony", config, sizes=(5, 5, 4), rounds=1, means=means, federation=half)
+    toy = Toy("fedharmony", config, sizes=(5, 5, 4), rounds=1, mode=mode, federation=half)
     spoil_pass(monkeypatch, toy)
     _, events = toy.run()
     assert events[0]["reported"] == [0, 1]
@@ -287,7 +287,7 @@ def test_a_client_that_only_the_fast_path_spoils_is_trained_again(
     """NaN in half precision, not on the plain path: the client is kept, named, and its model is
     that of a run in full precision.
     """
-    toy = Toy(name, sizes=(5, 5, 4), rounds=1, means=Means(half=True, fixed=True))
+    toy = Toy(name, sizes=(5, 5, 4), rounds=1, mode=ComputeMode(half=True, fixed=True))
     plain = toy.trainer._plain[0]
     state = toy.initial()
     inside: list[bool] = []
@@ -314,8 +314,8 @@ def test_a_pass_that_only_the_fast_path_spoils_is_made_again(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
     """The model is finite, what the pass over the data found is not."""
-    means = Means(half=True, fixed=True)
-    toy = Toy("fedharmony", {"measured": "after"}, sizes=(5, 5, 4), rounds=1, means=means)
+    mode = ComputeMode(half=True, fixed=True)
+    toy = Toy("fedharmony", {"measured": "after"}, sizes=(5, 5, 4), rounds=1, mode=mode)
     spoil_pass(monkeypatch, toy)
     _, events = toy.run()
     assert events[0]["saved"] == [2]
@@ -326,7 +326,7 @@ def test_after_a_few_saved_clients_the_run_goes_on_without_the_fast_path(
     monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
 ) -> None:
     """Client 0 is spoiled in each of six rounds: saved in four, then nothing is fast any more."""
-    toy = Toy(sizes=(5, 5, 4), rounds=6, means=Means(half=True, fixed=True))
+    toy = Toy(sizes=(5, 5, 4), rounds=6, mode=ComputeMode(half=True, fixed=True))
     fast = toy.trainer.trainer
     spoil(monkeypatch, toy, client=0, but=lambda: toy.trainer.trainer is not fast or inside)
     inside: list[bool] = []
@@ -340,15 +340,15 @@ def test_after_a_few_saved_clients_the_run_goes_on_without_the_fast_path(
     assert [e["saved"] for e in events] == [[0]] * 4 + [[]] * 2
     assert all(e["reported"] == [0, 1, 2] for e in events)
     assert "The rest of the run is neither compiled nor recorded" in caplog.text
-    assert toy.trainer.means == Means()
+    assert toy.trainer.mode == ComputeMode()
 
 
 def test_a_client_that_both_paths_spoil_is_lost_and_remembers_nothing(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
     half = FederationSettings(max_failures=0.5)
-    means = Means(half=True, fixed=True)
-    toy = Toy("fedcurv", sizes=(5, 5, 4), rounds=1, means=means, federation=half)
+    mode = ComputeMode(half=True, fixed=True)
+    toy = Toy("fedcurv", sizes=(5, 5, 4), rounds=1, mode=mode, federation=half)
     spoil(monkeypatch, toy, client=2)
     _, events = toy.run()
     assert [f["client"] for f in events[0]["failures"]] == [2]
@@ -495,7 +495,7 @@ def test_losses_and_norms_are_taken_in_full_precision(monkeypatch: pytest.Monkey
         seen.update(("gradient", g.dtype) for g in gradients)
 
     monkeypatch.setattr(training, "clip_gradients", watch)
-    Toy(method_class=Watched, rounds=1, means=Means(half=True, fixed=True)).run()
+    Toy(method_class=Watched, rounds=1, mode=ComputeMode(half=True, fixed=True)).run()
     assert seen == {("outputs", torch.float32), ("gradient", torch.float32)}
 
 
@@ -513,7 +513,7 @@ def test_images_come_in_the_precision_of_products(
 
     monkeypatch.setattr(Model, "apply", watched)
     config = {"measured": "after"}
-    Toy("fedharmony", config, rounds=1, means=Means(half=half, fixed=True)).run()
+    Toy("fedharmony", config, rounds=1, mode=ComputeMode(half=half, fixed=True)).run()
     assert seen == {(grad, torch.bfloat16 if half else torch.float32) for grad in (False, True)}
 
 
@@ -775,9 +775,9 @@ def test_an_optimiser_that_cannot_be_compiled_runs_as_it_is(
         raise RuntimeError("no compiler here")
 
     plain, _ = Toy(dtype=torch.float64, rounds=1).run()
-    means = Means(compile=True, backend=broken)  # type: ignore[arg-type]
+    mode = ComputeMode(compile=True, backend=broken)  # type: ignore[arg-type]
     with caplog.at_level(logging.WARNING, "fedharmony"):
-        other, events = Toy(dtype=torch.float64, rounds=1, means=means).run()
+        other, events = Toy(dtype=torch.float64, rounds=1, mode=mode).run()
     assert not events[0]["failures"]
     assert "Compiling failed" in caplog.text
     assert largest_difference(plain, other) < 1e-9
@@ -795,7 +795,9 @@ def test_compiled_training_agrees_for_every_method(
     options: dict[str, Any] = {"sizes": (13, 9, 6), "rounds": 2, "dtype": torch.float64}
     plain, _ = Toy(name, **options).run()
     with caplog.at_level(logging.WARNING, "fedharmony"):
-        compiled, _ = Toy(name, **options, means=Means(compile=True, backend="aot_eager")).run()
+        compiled, _ = Toy(
+            name, **options, mode=ComputeMode(compile=True, backend="aot_eager")
+        ).run()
     assert largest_difference(plain, compiled) < 1e-9
     assert "Compiling failed" not in caplog.text
 
@@ -862,7 +864,7 @@ def test_recorded_steps_on_a_gpu_train_like_a_cpu(name: str) -> None:
     """CUDA graphs, float64, unequal clients: two devices, the same model."""
     options: dict[str, Any] = {"sizes": SIZES, "dtype": torch.float64, "rounds": 3}
     here, _ = Toy(name, **options).run()
-    there, events = Toy(name, **options, device="cuda", means=Means(graphs=True)).run()
+    there, events = Toy(name, **options, device="cuda", mode=ComputeMode(graphs=True)).run()
     assert not any(event["failures"] for event in events)
     models = [Record({PARAMS: state.get(PARAMS)}) for state in (here, there)]
     assert largest_difference(*models) < 1e-6
@@ -873,11 +875,11 @@ def test_recorded_steps_on_a_gpu_train_like_a_cpu(name: str) -> None:
 
 def test_on_a_cpu_nothing_is_rounded_compiled_or_recorded_unless_asked() -> None:
     cpu = torch.device("cpu")
-    assert choose_means(EngineSettings(), cpu, 10**6, 10**12) == Means()
-    asked = choose_means(EngineSettings(precision="bfloat16", compile=True), cpu, 10, 10)
-    assert asked == Means(half=True, compile=True)
+    assert choose_mode(EngineSettings(), cpu, 10**6, 10**12) == ComputeMode()
+    asked = choose_mode(EngineSettings(precision="bfloat16", compile=True), cpu, 10, 10)
+    assert asked == ComputeMode(half=True, compile=True)
     with pytest.raises(ConfigError, match=r"engine\.graphs = true needs a CUDA device"):
-        choose_means(EngineSettings(graphs=True), cpu, 10, 10)
+        choose_mode(EngineSettings(graphs=True), cpu, 10, 10)
 
 
 def test_a_run_on_a_gpu_is_compiled_where_that_pays_and_is_safe(
@@ -887,17 +889,17 @@ def test_a_run_on_a_gpu_is_compiled_where_that_pays_and_is_safe(
     gpu, numbers = torch.device("cuda"), 82 * 192 * 12
     monkeypatch.setattr(torch.cuda, "is_bf16_supported", lambda: True)
     with caplog.at_level(logging.INFO, "fedharmony"):
-        short, long = (choose_means(EngineSettings(), gpu, numbers, n) for n in (10**6, 2 * 10**6))
-    assert short == Means(half=True, graphs=True)
-    assert long == Means(half=True, graphs=True, compile=True)
+        short, long = (choose_mode(EngineSettings(), gpu, numbers, n) for n in (10**6, 2 * 10**6))
+    assert short == ComputeMode(half=True, graphs=True)
+    assert long == ComputeMode(half=True, graphs=True, compile=True)
     assert "is not compiled: it takes about 25 s and would spare about 17 s" in caplog.text
-    assert choose_means(EngineSettings(compile=True), gpu, numbers, 1).compile
-    assert not choose_means(EngineSettings(compile=False), gpu, numbers, 10**9).compile
-    assert not choose_means(EngineSettings(), gpu, 0, 10**12).compile  # nothing to compile
+    assert choose_mode(EngineSettings(compile=True), gpu, numbers, 1).compile
+    assert not choose_mode(EngineSettings(compile=False), gpu, numbers, 10**9).compile
+    assert not choose_mode(EngineSettings(), gpu, 0, 10**12).compile  # nothing to compile
     monkeypatch.setattr("fedharmony.experiments.machine.compiler_is_safe", lambda: False)
-    assert not choose_means(EngineSettings(), gpu, numbers, 10**9).compile
+    assert not choose_mode(EngineSettings(), gpu, numbers, 10**9).compile
     with pytest.raises(ConfigError, match=r"torch 2\.14 or later"):
-        choose_means(EngineSettings(compile=True), gpu, numbers, 10**9)
+        choose_mode(EngineSettings(compile=True), gpu, numbers, 10**9)
 
 
 def test_stacks_of_a_run_follow_the_settings() -> None:
@@ -915,7 +917,7 @@ def test_large_models_train_fewer_at_once_on_a_cpu() -> None:
     vit = models["vit_base_patch16"](models["vit_base_patch16"].Config(), InputSpec(3, 32, 32))
     model = Model(vit, LinearHead(vit.width, 5))
     weights = {n: torch.empty(s, device="meta") for n, s in model.shapes().items()}
-    trial = RoomTest(model, weights, Means(), torch.device("cpu"), 16, (3, 32, 32))
+    trial = RoomTest(model, weights, ComputeMode(), torch.device("cpu"), 16, (3, 32, 32))
     assert trial.rule() == StackRule(2, 16, 2)
 
 
@@ -941,7 +943,7 @@ def test_widths_on_a_gpu_follow_from_its_memory(
     monkeypatch.setattr(RoomTest, "_bytes_per_image", lambda self: 10**7)
     params = {"w": torch.zeros(10**6)}
     gpu = torch.device("cuda")
-    test = RoomTest(small_vit(), params, Means(graphs=True), gpu, 16, (3, 8, 8), part)
+    test = RoomTest(small_vit(), params, ComputeMode(graphs=True), gpu, 16, (3, 8, 8), part)
     assert test.rule() == rule
 
 
@@ -966,6 +968,6 @@ def test_padding_of_a_round_is_counted() -> None:
 
     Of fixed lanes the same here: three and one are sizes that stay. 10 images in 16 rows: 0.375.
     """
-    for means in (Means(), FIXED):
-        _, events = Toy(sizes=(5, 3, 2), epochs=1, rounds=1, means=means).run()
+    for mode in (ComputeMode(), FIXED):
+        _, events = Toy(sizes=(5, 3, 2), epochs=1, rounds=1, mode=mode).run()
         assert events[0]["padding"] == pytest.approx(0.375)

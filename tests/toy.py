@@ -15,9 +15,9 @@ from torch import Tensor
 from fedharmony.data.augment import AugmentSettings
 from fedharmony.data.base import LabelledImages, TensorImages
 from fedharmony.engine.cohort import Cohort
+from fedharmony.engine.compute_mode import ComputeMode
 from fedharmony.engine.federation import Federation, FederationSettings
 from fedharmony.engine.head_start import opening
-from fedharmony.engine.means import Means
 from fedharmony.engine.memory import ClientMemory
 from fedharmony.engine.optimise import TrainSettings
 from fedharmony.engine.sampling import Schedule
@@ -96,7 +96,7 @@ class Toy:
     loss: LossSettings = field(default_factory=LossSettings)
     memory: Path | None = None
     changes: AugmentSettings = field(default_factory=AugmentSettings)
-    means: Means = field(default_factory=Means)
+    mode: ComputeMode = field(default_factory=ComputeMode)
     federation: FederationSettings = field(default_factory=FederationSettings)
     method_class: type[Method] | None = None
     data: LabelledImages | None = None
@@ -147,7 +147,7 @@ class Toy:
             frozen=self.parameters()[1],
             memory=ClientMemory(self.memory),
             changes=self.changes,
-            means=self.means,
+            mode=self.mode,
             clipping=None if self.noise is None else self.noise.clipping,
         )
         self.transport: Any = InProcess(self.trainer, self.stack)

@@ -381,16 +381,16 @@ def _progress(quiet: bool, kind: type[Progress] = Progress) -> Progress:
 
 def _leads() -> bool:
     """Whether this process prints: the first of those that torchrun started, or the only one."""
-    from fedharmony.transport.processes import crew
+    from fedharmony.transport.processes import process_group
 
-    return crew().leads
+    return process_group().leads
 
 
 def _refuse_processes(command: str) -> None:
     import_torch()
-    from fedharmony.transport.processes import crew
+    from fedharmony.transport.processes import process_group
 
-    if crew().size > 1:
+    if process_group().size > 1:
         raise ConfigError(
             f"'fedharmony {command}' works in one process. Under torchrun use 'run' and 'resume'."
         )

@@ -3,11 +3,9 @@
 from __future__ import annotations
 
 import difflib
-import os
 import re
 from collections import Counter
 from collections.abc import Callable, Sequence
-from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, TypeAlias
 
@@ -26,8 +24,6 @@ Tell = Callable[[int, int], None]
 SIMILAR = 0.8
 #: Class names that are compared with each other: a second or so.
 MOST_COMPARED = 500
-#: Things that are tried between two reports of progress.
-CHUNK = 256
 
 
 @dataclass(frozen=True)
@@ -129,13 +125,13 @@ def doubts_about(counts: Sequence[ClassCount]) -> tuple[str, ...]:
 
 
 def look_alikes(names: Sequence[str]) -> list[tuple[str, str]]:
-    """Pairs of names that differ in a few characters, or only in case.
+    """Pairs of names that differ in a few characters, only in case, or in the order of letters.
 
     Names that differ in a number (``box 1``, ``box 2``) are meant to. Of very many names only the
     first :data:`MOST_COMPARED` are compared.
 
-    >>> look_alikes(["circle", "cirlce", "square", "Square", "box 1", "box 2"])
-    [('circle', 'cirlce'), ('square', 'Square')]
+    >>> look_alikes(["circle", "cirlce", "blue", "bule", "square", "Square", "box 1", "box 2"])
+    [('circle', 'cirlce'), ('blue', 'bule'), ('square', 'Square')]
     """
     pairs = []
     names = names[:MOST_COMPARED]
@@ -145,8 +141,9 @@ def look_alikes(names: Sequence[str]) -> list[tuple[str, str]]:
             if re.sub(r"\d+", "0", name) == re.sub(r"\d+", "0", other):
                 continue
             matcher.set_seq1(other.casefold())
-            quick = matcher.real_quick_ratio() >= SIMILAR and matcher.quick_ratio() >= SIMILAR
-            if quick and matcher.ratio() >= SIMILAR:
+            if matcher.real_quick_ratio() < SIMILAR or (same := matcher.quick_ratio()) < SIMILAR:
+                continue
+            if same == 1 or matcher.ratio() >= SIMILAR:  # 1: the same letters
                 pairs.append((name, other))
     return pairs
 
@@ -168,27 +165,3 @@ def wrong_separator(classes: Sequence[str], right: str) -> str:
                 f"labels the table needs {right!r}."
             )
     return ""
-
-
-def failures(count: int, attempt: Callable[[int], object], tell: Tell | None) -> dict[int, str]:
-    """Try ``attempt(0)`` to ``attempt(count − 1)`` in threads; which failed, and why.
-
-    >>> failures(3, lambda i: 1 / (i - 1), None)
-    {1: 'division by zero'}
-    """
-
-    def trouble(i: int) -> str | None:
-        try:
-            attempt(i)
-        except Exception as error:  # damaged files make decoders raise almost anything
-            return str(error) or type(error).__name__
-        return None
-
-    found: dict[int, str] = {}
-    with ThreadPoolExecutor(os.cpu_count()) as pool:
-        for first in range(0, count, CHUNK):
-            chunk = range(first, min(first + CHUNK, count))
-            found |= {i: why for i, why in zip(chunk, pool.map(trouble, chunk), strict=True) if why}
-            if tell is not None:
-                tell(chunk.stop, count)
-    return found

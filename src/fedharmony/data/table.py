@@ -37,7 +37,7 @@ from annotated_types import Ge, Gt, Lt
 
 from fedharmony.config import Checked
 from fedharmony.data.base import datasets
-from fedharmony.data.cache import Resize, decode
+from fedharmony.data.cache import Resize, decode_in_order
 from fedharmony.data.check import (
     Check,
     CheckLine,
@@ -45,7 +45,6 @@ from fedharmony.data.check import (
     counts_of,
     doubts_about,
     facts_of,
-    failures,
     wrong_separator,
 )
 from fedharmony.data.file_source import AnnotatedFiles, Content, FileSource, missing_files
@@ -333,11 +332,14 @@ class Table(FileSource):
 
 def image_faults(part: AnnotatedFiles, tell: Tell | None) -> list[str]:
     """Every image of a part that is missing or cannot be decoded, by name."""
-    files, missing = part.files, set(missing_files(part.files))
-    found = failures(len(part), lambda i: i in missing or decode(files.read(i), Resize(1)), tell)
-    reasons = {**dict.fromkeys(missing, "there is no such file"), **found}
-    names = {i: files.name(i) for i in sorted(reasons)}
-    return [f"{n}: {reasons[i].removeprefix(n).strip(' .')}." for i, n in names.items()]
+    reasons, done = dict[int, str](), 0
+    for pixels, troubles in decode_in_order(part.files, Resize(1)):
+        reasons |= dict(troubles)
+        done += len(pixels) + len(troubles)
+        if tell is not None:
+            tell(done, len(part))
+    reasons |= dict.fromkeys(missing_files(part.files), "there is no such file")
+    return [f"{part.files.name(i)}: {reasons[i]}." for i in sorted(reasons)]
 
 
 def held_out(images: Sequence[str], fraction: float, seed: int) -> tuple[Index, Index]:

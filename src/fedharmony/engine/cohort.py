@@ -19,9 +19,9 @@ from fedharmony.aggregate import NUMBERS
 from fedharmony.data.augment import AugmentSettings
 from fedharmony.data.base import LabelledImages
 from fedharmony.engine.clients import ClientData
+from fedharmony.engine.compute_mode import ComputeMode
 from fedharmony.engine.gpu.compiled import Compiled, CompiledPiece
 from fedharmony.engine.lanes import Trained, all_finite
-from fedharmony.engine.means import Means
 from fedharmony.engine.memory import ClientMemory
 from fedharmony.engine.optimise import TrainSettings
 from fedharmony.engine.stacking import StackedMessage, over_clients
@@ -59,27 +59,27 @@ class Cohort:
         frozen: Mapping[str, Tensor] | None = None,
         memory: ClientMemory | None = None,
         changes: AugmentSettings | None = None,
-        means: Means | None = None,
+        mode: ComputeMode | None = None,
         clipping: Clipping | None = None,
     ) -> None:
-        self.means, self.method, self.clipping = means or Means(), method, clipping
+        self.mode, self.method, self.clipping = mode or ComputeMode(), method, clipping
         self.data = ClientData(data, clients, seed, device, memory or ClientMemory())
         self.sizes = self.data.sizes
         constants = {name: tensor.to(device) for name, tensor in (frozen or {}).items()}
         self._make = functools.partial(
             _workers, model, method, settings, self.data, constants, changes, sweep_batch
         )
-        self.trainer, self.sweeper = self._make(self.means)
+        self.trainer, self.sweeper = self._make(self.mode)
 
     @cached_property
     def _plain(self) -> tuple[Trainer, Sweeper]:
         """The same clients on the plain path."""
-        return self._make(Means())
+        return self._make(ComputeMode())
 
     def go_plain(self) -> None:
         """Take the plain path from now on."""
         self.release()
-        self.means, (self.trainer, self.sweeper) = Means(), self._plain
+        self.mode, (self.trainer, self.sweeper) = ComputeMode(), self._plain
 
     def release(self) -> None:
         """Give memory back that is kept from stack to stack."""
@@ -169,18 +169,18 @@ def _workers(
     frozen: Tensors,
     changes: AugmentSettings | None,
     sweep_batch: int,
-    means: Means,
+    mode: ComputeMode,
 ) -> tuple[Trainer, Sweeper]:
-    """Who trains and who sweeps, with everything compiled that ``means`` says."""
+    """Who trains and who sweeps, with everything compiled that ``mode`` says."""
     show = _shower(method)
-    if means.compile:
+    if mode.compile:
         said: set[str] = set()
-        model = model.compiled(lambda piece: CompiledPiece(piece, means.backend, said))
-        show = Compiled(show, means.backend)
+        model = model.compiled(lambda piece: CompiledPiece(piece, mode.backend, said))
+        show = Compiled(show, mode.backend)
     trainer = Trainer(
-        model, method, settings, data, means, frozen, changes or AugmentSettings(), show
+        model, method, settings, data, mode, frozen, changes or AugmentSettings(), show
     )
-    return trainer, Sweeper(model, data, means, frozen, show, sweep_batch)
+    return trainer, Sweeper(model, data, mode, frozen, show, sweep_batch)
 
 
 def _shower(method: Method) -> Show:

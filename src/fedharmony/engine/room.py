@@ -12,7 +12,7 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor
 
-from fedharmony.engine.means import Means, rounded_up
+from fedharmony.engine.compute_mode import ComputeMode, rounded_up
 from fedharmony.models.base import Model
 
 log = logging.getLogger(__name__)
@@ -99,7 +99,7 @@ class RoomTest:
     Attributes:
         model: what is trained, not compiled.
         params: its parameters, frozen ones included, of one client.
-        means: how to compute.
+        mode: how to compute.
         device: where.
         batch_size: rows of a full batch.
         image: shape of an input.
@@ -108,7 +108,7 @@ class RoomTest:
 
     model: Model
     params: Mapping[str, Tensor]
-    means: Means
+    mode: ComputeMode
     device: torch.device
     batch_size: int
     image: tuple[int, ...]
@@ -146,14 +146,14 @@ class RoomTest:
     def _bytes_per_image(self) -> int:
         """What the forward pass of an image leaves for the backward pass, and room for that."""
         device = self.device
-        single = self.means.lowered({n: t.to(device)[None] for n, t in self.params.items()})
+        single = self.mode.lowered({n: t.to(device)[None] for n, t in self.params.items()})
         leaves = {n: t.requires_grad_(t.is_floating_point()) for n, t in single.items()}
         images = torch.zeros(1, self.batch_size, *self.image, device=device)
         before = torch.cuda.memory_allocated(self.device)
         torch.cuda.reset_peak_memory_stats(self.device)
-        with self.means.autocast(self.device):
+        with self.mode.autocast(self.device):
             outputs = self.model.apply(leaves, images)
         used = torch.cuda.max_memory_allocated(self.device) - before
         del outputs
-        factor = COMPILED if self.means.compile else BACKWARD
+        factor = COMPILED if self.mode.compile else BACKWARD
         return max(1, int(factor * used / self.batch_size))

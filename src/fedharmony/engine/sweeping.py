@@ -9,7 +9,7 @@ from torch import Tensor
 
 from fedharmony.engine.batches import Plan, plan_batches
 from fedharmony.engine.clients import ClientData
-from fedharmony.engine.means import Means
+from fedharmony.engine.compute_mode import ComputeMode
 from fedharmony.engine.stacking import OneClient, StackedMessage, constants, narrow
 from fedharmony.engine.training import Show
 from fedharmony.losses import Batch
@@ -29,12 +29,12 @@ class Sweeper:
         self,
         model: Model,
         data: ClientData,
-        means: Means,
+        mode: ComputeMode,
         frozen: Mapping[str, Tensor],
         show: Show,
         batch: int,
     ) -> None:
-        self.model, self.data, self.means, self.frozen = model, data, means, frozen
+        self.model, self.data, self.mode, self.frozen = model, data, mode, frozen
         self._show, self._batch = show, batch
 
     def parts(self, sweep: Sweep, clients: Sequence[int], params: Tensors) -> Iterator[slice]:
@@ -56,10 +56,10 @@ class Sweeper:
         """One pass over each client's data in stored order, with its own parameters and buffers."""
         message = StackedMessage([messages[k] for k in clients])
         seen = [self.data.some(round, k, sweep.limit) for k in clients]
-        size = self.means.rows(len(seen[0]), self._room(sweep, tensors)[0])
+        size = self.mode.rows(len(seen[0]), self._room(sweep, tensors)[0])
         plan = plan_batches([index[None] for index in seen], size)
         index = self.data.upload(plan.index)
-        read = tensors if sweep.reads == "gradients" else self.means.lowered(tensors)
+        read = tensors if sweep.reads == "gradients" else self.mode.lowered(tensors)
         draws = self._draws(sweep, round, clients, plan)
         carry = stack([sweep.start(OneClient(tensors, m)) for m in range(len(clients))])
         carry = {name: tensor.to(self.data.device) for name, tensor in carry.items()}
@@ -102,9 +102,9 @@ class Sweeper:
         if sweep.reads == "gradients":
             images = self._show(pixels, groups, message.dims, {}, dtype)
             return self._gradients(sweep, params, buffers, images, batch)
-        images = self._show(pixels, groups, message.dims, {}, self.means.product_dtype(dtype))
+        images = self._show(pixels, groups, message.dims, {}, self.mode.product_dtype(dtype))
         whole = {**params, **buffers, **constants(self.frozen, len(pixels), dtype)}
-        with self.means.autocast(self.data.device):
+        with self.mode.autocast(self.data.device):
             wanted = self.model.features if sweep.reads == "features" else self.model.apply
             return wanted(whole, images).to(dtype)
 
@@ -164,6 +164,6 @@ class Sweeper:
 
     def _index(self, plan: Plan, index: Tensor, step: int, width: int) -> Tensor:
         """Image indices (width, B) of a step, without rows that all clients only pad."""
-        if self.means.few_shapes:
+        if self.mode.few_shapes:
             return index[step, :width]
         return index[step, :width, : plan.rows(step, width)]

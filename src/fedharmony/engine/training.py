@@ -20,10 +20,10 @@ from torch import Tensor
 from fedharmony.data.augment import AugmentSettings, augment, draw_changes
 from fedharmony.engine.batches import Plan, plan_batches
 from fedharmony.engine.clients import ClientData
+from fedharmony.engine.compute_mode import ComputeMode
 from fedharmony.engine.gpu.compiled import Compiled
 from fedharmony.engine.gpu.graphs import Program, Recorder, StepInput
 from fedharmony.engine.lanes import Lanes, Trained
-from fedharmony.engine.means import Means
 from fedharmony.engine.optimise import TrainSettings, clip_gradients
 from fedharmony.engine.stacking import OneClient, StackedMessage, constants, narrow, over_clients
 from fedharmony.losses import Batch
@@ -73,7 +73,7 @@ class StackState:
 
 
 class Trainer:
-    """Trains stacks of clients on one device; ``model`` is compiled where ``means`` says so."""
+    """Trains stacks of clients on one device; ``model`` is compiled where ``mode`` says so."""
 
     def __init__(
         self,
@@ -81,23 +81,23 @@ class Trainer:
         method: Method,
         settings: TrainSettings,
         data: ClientData,
-        means: Means,
+        mode: ComputeMode,
         frozen: Mapping[str, Tensor],
         changes: AugmentSettings,
         show: Show,
     ) -> None:
         self.model, self.method, self.settings, self.data = model, method, settings, data
         self.in_training = model.training()
-        self.means, self.frozen, self.changes, self._show = means, frozen, changes, show
+        self.mode, self.frozen, self.changes, self._show = mode, frozen, changes, show
         self._lanes: Lanes | None = None
         self._states: dict[object, StackState] = {}
         native = getattr(method.loss, "stacked", False)
-        self._loss = Compiled(self._kept_loss, means.backend) if means.compile and native else None
-        self._recorder = Recorder() if means.graphs else None
+        self._loss = Compiled(self._kept_loss, mode.backend) if mode.compile and native else None
+        self._recorder = Recorder() if mode.graphs else None
 
     def rows(self, client: int) -> int:
         """Rows of a batch in a stack whose largest client this is."""
-        return self.means.rows(self.data.sizes[client], self.settings.batch_size)
+        return self.mode.rows(self.data.sizes[client], self.settings.batch_size)
 
     def train(
         self,
@@ -108,10 +108,10 @@ class Trainer:
         tick: Tick,
     ) -> tuple[Trained, Plan, Tensors]:
         """Train a stack, largest client first; with a sweep, its result over the last epoch."""
-        data, settings, means = self.data, self.settings, self.means
+        data, settings, mode = self.data, self.settings, self.mode
         orders = [data.epochs(round, k, settings.epochs) for k in clients]
         plan = plan_batches(orders, self.rows(clients[0]))
-        wide, batch = means.width(len(clients)), settings.batch_size
+        wide, batch = mode.width(len(clients)), settings.batch_size
         draws, changes = (
             data.drawn(draw, purpose, round, clients, plan, wide, batch) if wanted else {}
             for wanted, draw, purpose in (
@@ -125,7 +125,7 @@ class Trainer:
         index = data.upload(plan.widened(lanes.size))
         final = data.upload(plan.final_epoch(settings.epochs, lanes.size)) if sweep else None
         for first, last, width, folds in plan.segments(settings.epochs if sweep else None):
-            wide = min(lanes.size, means.width(width))
+            wide = min(lanes.size, mode.width(width))
             if width < min(wide, lowest):  # these are done, but their lanes are computed further
                 lanes.save(width, min(wide, lowest))
                 lowest = width
@@ -153,7 +153,7 @@ class Trainer:
 
     def release(self) -> None:
         """Give recorded programs and their memory back, once they are done."""
-        if self.means.graphs:
+        if self.mode.graphs:
             torch.cuda.synchronize(self.data.device)
         self._states.clear()
         self._lanes = None
@@ -186,7 +186,7 @@ class Trainer:
             sums = stack([sweep.start(OneClient(params, m)) for m in range(len(clients))])
             sums = {name: tensor.to(data.device) for name, tensor in sums.items()}
         frozen = constants(self.frozen, lanes.size, lanes.dtype)
-        if not (self.means.graphs or self.means.fixed):
+        if not (self.mode.graphs or self.mode.fixed):
             return StackState(lanes, message, carry, sums, weights, buffers, frozen)
         groups = {"carry": carry, "sums": sums, "weights": weights, "buffers": buffers}
         key = (message.signature, *(_signature(tensors) for tensors in groups.values()))
@@ -209,12 +209,12 @@ class Trainer:
 
     def _loaded_lanes(self, round: int, message: StackedMessage, clients: int) -> Lanes:
         """The lanes of earlier stacks if they suffice, with the received model in them."""
-        size, packed = self.means.width(clients), message.packed(PARAMS)
+        size, packed = self.mode.width(clients), message.packed(PARAMS)
         if self._lanes is None or self._lanes.size < size:
             self.release()
-            received, means = message.stacked(PARAMS), self.means
-            half = means.halved(received)
-            self._lanes = Lanes(received, size, self.settings, half, means.compile, means.backend)
+            received, mode = message.stacked(PARAMS), self.mode
+            half = mode.halved(received)
+            self._lanes = Lanes(received, size, self.settings, half, mode.compile, mode.backend)
         if packed is not None and packed.layout == self._lanes.layout:
             self._lanes.load_row(packed.row, clients)
         else:
@@ -251,9 +251,9 @@ class Trainer:
         pixels = data.pixels(given.images) if given.pixels is None else given.pixels
         if self.changes.active:
             pixels = augment(self.changes, pixels, given.changes)
-        images = self._show(pixels, groups, dims, given.draws, self.means.product_dtype(dtype))
+        images = self._show(pixels, groups, dims, given.draws, self.mode.product_dtype(dtype))
         inputs = over_clients(method.inputs, (0, dims, 0 if method.asks_received_model else None))
-        with self.means.autocast(data.device):
+        with self.mode.autocast(data.device):
             opinion = None
             if method.asks_received_model:
                 with torch.no_grad():

@@ -16,15 +16,15 @@ from fedharmony.data.cache import MappedImages
 from fedharmony.data.features import moments
 from fedharmony.data.file_source import Content, FileSource
 from fedharmony.engine.cohort import Cohort
+from fedharmony.engine.compute_mode import ComputeMode
 from fedharmony.engine.federation import Event, Federation
-from fedharmony.engine.means import Means
 from fedharmony.engine.memory import ClientMemory
 from fedharmony.engine.room import RoomTest, StackRule
 from fedharmony.engine.sampling import gathered_rounds
 from fedharmony.errors import ConfigError
 from fedharmony.experiments.binding import Binding, bind
 from fedharmony.experiments.blueprint import Blueprint, Facts, blueprint
-from fedharmony.experiments.machine import choose_device, choose_means
+from fedharmony.experiments.machine import choose_device, choose_mode
 from fedharmony.experiments.settings import Settings
 from fedharmony.models.base import FeatureSpec, InputSpec
 from fedharmony.partition.annotation import client_known
@@ -34,7 +34,7 @@ from fedharmony.rng import numpy_rng
 from fedharmony.transport.attacks import Attack
 from fedharmony.transport.base import Transport
 from fedharmony.transport.inprocess import InProcess
-from fedharmony.transport.processes import Processes, crew, join
+from fedharmony.transport.processes import Processes, join, process_group
 from fedharmony.types import Index, Labels, Record
 
 if TYPE_CHECKING:
@@ -55,7 +55,7 @@ class Assembly:
         clients: what each client trains on: its part, less what is held out.
         for_thresholds: images held out to choose each label's threshold on, if any are.
         device: where to compute.
-        means: how to compute.
+        mode: how to compute.
         attack: which clients lie.
         bound: the hashes of all this.
     """
@@ -66,7 +66,7 @@ class Assembly:
     partition: Partition
     clients: Mapping[int, Index]
     device: torch.device
-    means: Means
+    mode: ComputeMode
     bound: Binding
     for_thresholds: LabelledImages | None = None
     attack: Attack = field(default_factory=Attack)
@@ -106,13 +106,13 @@ class Assembly:
             plan.parameters[1],
             memory,
             self.settings.augment,
-            self.means,
+            self.mode,
             plan.clipping,
         )
         transport: Transport = InProcess(cohort, self.stack_rule(), tick)
-        if crew().size > 1:
+        if process_group().size > 1:
             join(self.device, engine.wait_s)
-            transport = Processes(transport, crew(), self.device)
+            transport = Processes(transport, process_group(), self.device)
         return plan.federation(self.attack.over(transport))
 
     def stack_rule(self) -> StackRule:
@@ -123,7 +123,7 @@ class Assembly:
         trained, frozen = self.blueprint.parameters
         batch, shape = self.settings.train.batch_size, self.data.train.images.shape
         params, share = {**trained, **frozen}, engine.gpu_share or 1.0
-        return RoomTest(model, params, self.means, self.device, batch, shape, share).rule()
+        return RoomTest(model, params, self.mode, self.device, batch, shape, share).rule()
 
 
 def assemble(
@@ -161,7 +161,7 @@ def assemble(
         images = np.sort(np.concatenate(list(clients.values())))
         clients = dict(enumerate(gathered_rounds(images, plan.gathered, settings.run.seed)))
     backbone = plan.model.backbone
-    means = choose_means(settings.engine, device, backbone.elements(), plan.images)
+    mode = choose_mode(settings.engine, device, backbone.elements(), plan.images)
     return Assembly(
         blueprint=plan,
         loaded=loaded,
@@ -169,7 +169,7 @@ def assemble(
         partition=partition,
         clients=clients,
         device=device,
-        means=means.exact() if backbone.mixes_images else means,
+        mode=mode.exact() if backbone.mixes_images else mode,
         attack=attack,
         bound=bind(loaded, partition, drafted.held_out),
         for_thresholds=None if chosen is None else annotated.subset(chosen),

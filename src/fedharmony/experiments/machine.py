@@ -7,19 +7,19 @@ from dataclasses import replace
 
 import torch
 
+from fedharmony.engine.compute_mode import ComputeMode
 from fedharmony.engine.gpu.barrier import compiler_is_safe
 from fedharmony.engine.gpu.payoff import compiling_pays
-from fedharmony.engine.means import Means
 from fedharmony.errors import ConfigError
 from fedharmony.experiments.settings import EngineSettings, Settings
-from fedharmony.transport.processes import crew
+from fedharmony.transport.processes import process_group
 
 
 def choose_device(name: str) -> torch.device:
     """The device of a run: "auto" takes CUDA where there is one."""
     if name == "auto":
         if torch.cuda.is_available():
-            return torch.device("cuda", crew().local_rank)
+            return torch.device("cuda", process_group().local_rank)
         return torch.device("cpu")
     try:
         device = torch.device(name)
@@ -37,7 +37,9 @@ def choose_device(name: str) -> torch.device:
     return device
 
 
-def choose_means(engine: EngineSettings, device: torch.device, elements: int, images: int) -> Means:
+def choose_mode(
+    engine: EngineSettings, device: torch.device, elements: int, images: int
+) -> ComputeMode:
     """How to compute on a device, where the settings leave it open.
 
     ``elements`` per image that the layers hand on, and ``images`` to be trained on in all.
@@ -59,7 +61,7 @@ def choose_means(engine: EngineSettings, device: torch.device, elements: int, im
                 "leave it out."
             )
         compile = False
-    return Means(
+    return ComputeMode(
         half=half if engine.precision == "auto" else engine.precision == "bfloat16",
         graphs=cuda if engine.graphs is None else engine.graphs,
         compile=compile,

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Iterator, Sequence
 
 from fedharmony.config import flat, in_toml, keys
 from fedharmony.experiments.settings import (
@@ -26,8 +26,9 @@ def show(layers: Sequence[Layer]) -> Iterator[tuple[str, str]]:
     """
     tree, origins = combine(layers)
     settings = compose(tree)
-    preset, of_preset = _preset(settings)
-    sources = {**dict.fromkeys(of_preset, preset), **origins}
+    preset, values = settings.preset
+    chosen = flat({"methods": {settings.method_name: values}})
+    sources = {**dict.fromkeys(chosen, f"preset {preset}"), **origins}
     for section, values in _sections(settings).items():
         yield f"[{section}]", ""
         for key, value in values.items():
@@ -57,11 +58,3 @@ def _names(section: str, settings: Settings) -> Sequence[str]:
     if section == f"methods.{settings.method_name}":
         return keys(methods[settings.method_name].Config)
     return ()
-
-
-def _preset(settings: Settings) -> tuple[str, Mapping[str, object]]:
-    """What the chosen preset is called, and what it sets, by dotted names."""
-    name, _, preset = settings.run.method.partition(":")
-    presets = methods[name].presets
-    preset = preset or next(iter(presets))
-    return f"preset {preset}", flat({"methods": {name: presets[preset]}})

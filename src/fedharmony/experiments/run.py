@@ -29,7 +29,7 @@ from fedharmony.experiments.trackers.base import Subject, Tracking, refuse_missi
 from fedharmony.files import refuse_if_held
 from fedharmony.partition.report import split_report
 from fedharmony.terminal import warn_once
-from fedharmony.transport.processes import crew
+from fedharmony.transport.processes import process_group
 from fedharmony.types import Record
 
 logger = logging.getLogger(__name__)
@@ -55,15 +55,15 @@ def start(
     settings = with_threads(settings)
     refuse_missing(settings.run.track)
     switch_torch(settings.engine)
-    if crew().leads:
+    if process_group().leads:
         folder.refuse_if_taken(settings)
-    if crew().size == 1 and folder.goes_on(settings):
+    if process_group().size == 1 and folder.goes_on(settings):
         logger.info("Going on with the run in %s.", folder.path)
         return resume(folder, observe, data=data, build=build)
     assembly = build(settings, None, data, observe)
     state = assembly.initial_state()  # what a method refuses, it refuses before a folder is made
     with _writing(folder):
-        if crew().leads:
+        if process_group().leads:
             folder.create(settings)
         return _first_round(assembly, state, folder, observe)
 
@@ -81,7 +81,7 @@ def resume(
     began on, results agree up to rounding. ``data`` saves loading them once more.
     """
     settings = folder.open()
-    if crew().leads:
+    if process_group().leads:
         refuse_if_held(folder.path)
     if device is not None:
         settings = replace(settings, engine=replace(settings.engine, device=device))
@@ -104,13 +104,13 @@ def resume(
 
 def _writing(folder: RunFolder) -> AbstractContextManager[None]:
     """Of several processes, the first keeps others out of the folder."""
-    return folder.writing() if crew().leads else nullcontext()
+    return folder.writing() if process_group().leads else nullcontext()
 
 
 def _say_what_differs(folder: RunFolder, device: torch.device) -> None:
     """Say why a resumed run may end in other bits, where it may."""
     before, here = folder.read_json("environment.json"), environment(device)
-    if not crew().leads or not isinstance(before, dict):
+    if not process_group().leads or not isinstance(before, dict):
         return
     keys = ("fedharmony", "torch", "numpy", "processor", "device", "accelerator", "threads")
     other = [f"{k} {before[k]}, now {here[k]}" for k in keys if before.get(k, here[k]) != here[k]]
@@ -134,7 +134,7 @@ def _first_round(
     """Write what is known before round 0, the checkpoint last, and run all rounds."""
     settings = assembly.settings
     saved = Saved(0, state, b"", assembly.bound, f"{0:064x}")
-    if crew().leads:
+    if process_group().leads:
         folder.write_json("environment.json", environment(assembly.device))
         folder.write_json("binding.json", assembly.bound)
         folder.write_json(trained.FILE, trained.describe(assembly.blueprint))
@@ -161,7 +161,7 @@ def _rounds(assembly: Assembly, folder: RunFolder, saved: Saved, observe: Observ
             "in another folder."
         )
     memory.rewind(first)
-    log = EventLog(folder.events, saved.events) if crew().leads else None
+    log = EventLog(folder.events, saved.events) if process_group().leads else None
     track = _tracking(settings, folder, first)
 
     def record(event: Event) -> None:
@@ -176,7 +176,9 @@ def _rounds(assembly: Assembly, folder: RunFolder, saved: Saved, observe: Observ
         observe(event)
 
     def after_round(round: int, state: Record) -> None:
-        own = memory.seal(round + 1, lambda client: client % crew().size == crew().rank)
+        own = memory.seal(
+            round + 1, lambda client: client % process_group().size == process_group().rank
+        )
         seal = f"{_sum_of_all(own, assembly.device):064x}"
         if log is not None:
             folder.save_state(round + 1, state, settings, assembly.bound, log, seal)
@@ -195,7 +197,7 @@ def _rounds(assembly: Assembly, folder: RunFolder, saved: Saved, observe: Observ
         observe({"event": "progress", "round": round, "done": done, "total": total})
 
     record(start_event(assembly, first))
-    if crew().leads:
+    if process_group().leads:
         for warning in outlook(assembly, first):
             warn_once(warning)
     state = saved.state.to(assembly.device)
@@ -216,7 +218,7 @@ def _rounds(assembly: Assembly, folder: RunFolder, saved: Saved, observe: Observ
         with suppress(FedHarmonyError):  # a full disk must not hide what happened
             record(ending)
         raise
-    if not crew().leads:
+    if not process_group().leads:
         memory.forget()
         return {}
     (evaluation,) = latest
@@ -236,17 +238,17 @@ def _rounds(assembly: Assembly, folder: RunFolder, saved: Saved, observe: Observ
 
 def _tracking(settings: Settings, folder: RunFolder, first: int) -> Tracking:
     """The trackers of a run; of several processes, the first has them."""
-    names = settings.run.track if crew().leads else ()
+    names = settings.run.track if process_group().leads else ()
     name = f"{settings.label} seed {settings.run.seed}"
     return Tracking(names, Subject(folder.path, name, flat(settings.tree()), first))
 
 
 def _sum_of_all(seal: int, device: torch.device) -> int:
     """The seals of all processes added up."""
-    if crew().size == 1:
+    if process_group().size == 1:
         return seal
     own = torch.tensor(list(seal.to_bytes(32)), dtype=torch.uint8, device=device)
-    parts = [torch.empty_like(own) for _ in range(crew().size)]
+    parts = [torch.empty_like(own) for _ in range(process_group().size)]
     dist.all_gather(parts, own)
     return sum(int.from_bytes(bytes(part.tolist())) for part in parts) % SEALS
 
@@ -267,8 +269,8 @@ def start_event(assembly: Assembly, first: int) -> Event:
         "test_images": len(data.test),
         "parameters": plan.model.num_parameters,
         "device": str(assembly.device),
-        "precision": "bfloat16" if assembly.means.half else "float32",
-        "compiled": assembly.means.compile,
-        "graphs": assembly.means.graphs,
+        "precision": "bfloat16" if assembly.mode.half else "float32",
+        "compiled": assembly.mode.compile,
+        "graphs": assembly.mode.graphs,
         "resumed_at": first or None,
     }

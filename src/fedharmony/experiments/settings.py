@@ -323,9 +323,11 @@ class Settings:
     def _own(self, part: str) -> Tree:
         """What the chosen method has for itself of a section: its preset's, then the file's."""
         given = self.methods.get(self.method_name, {}).get(part, {})
-        return {**self._preset().get(part, {}), **given}
+        return {**self.preset[1].get(part, {}), **given}
 
-    def _preset(self) -> Mapping[str, Any]:
+    @property
+    def preset(self) -> tuple[str, Mapping[str, Any]]:
+        """The chosen preset of the method, or its first: its name, and what it sets."""
         name, _, preset = self.run.method.partition(":")
         presets = methods[name].presets
         preset = preset or next(iter(presets))
@@ -333,13 +335,13 @@ class Settings:
             raise ConfigError(
                 f"Method {name!r} has no preset {preset!r}. {nearest(preset, presets)}"
             )
-        return presets[preset]
+        return preset, presets[preset]
 
     @cached_property
     def method_config(self) -> Method.Config:
         """The chosen method's settings: its preset, then what the file says."""
         name = self.method_name
-        own = {**self._preset(), **self.methods.get(name, {})}
+        own = {**self.preset[1], **self.methods.get(name, {})}
         own = {k: v for k, v in own.items() if k not in OWN_SECTIONS}
         return build(methods[name].Config, own, f"methods.{name}")
 
@@ -475,32 +477,21 @@ def compose(tree: Mapping[str, Any]) -> Settings:
         if not isinstance(value, Mapping):
             raise ConfigError(f"{name} = {shown(value)} must be a section, for instance [{name}].")
     part = {name: dict(tree.get(name, {})) for name in sections}
-    run = build(RunSettings, part["run"], "run")
-    load_plugins(run.plugins)
-    for name in run.track:
-        _ = trackers[name]  # refuses one that does not exist
-    train = build(TrainSettings, part["train"], "train")
-    federation = build(FederationSettings, part["federation"], "federation")
-    common = {"train": train, "federation": federation}
-    for name, values in part["methods"].items():
-        _check_method(name, values, common)
     grids = {k: dict(v) for k, v in part["tune"].items() if isinstance(v, Mapping)}
+    part["tune"] = {k: v for k, v in part["tune"].items() if k not in grids}
+    plain: dict[str, Any] = {name: build(cls, part[name], name) for name, cls in PLAIN.items()}
+    load_plugins(plain["run"].plugins)
+    for name in plain["run"].track:
+        _ = trackers[name]  # refuses one that does not exist
+    for name, values in part["methods"].items():
+        _check_method(name, values, plain)
     for name, grid in grids.items():
-        _check_grid(name, grid, common)
+        _check_grid(name, grid, plain)
     return Settings(
-        run=run,
         data=DATA.component(part["data"], "data"),
         split=SPLIT.component(part["split"], "split"),
         model=MODEL.component(part["model"], "model"),
-        train=train,
-        loss=build(LossSettings, part["loss"], "loss"),
-        augment=build(AugmentSettings, part["augment"], "augment"),
-        federation=federation,
-        attack=build(AttackSettings, part["attack"], "attack"),
-        privacy=build(PrivacySettings, part["privacy"], "privacy"),
-        metrics=build(MetricOptions, part["metrics"], "metrics"),
-        engine=build(EngineSettings, part["engine"], "engine"),
-        tune=build(TuneSettings, {k: v for k, v in part["tune"].items() if k not in grids}, "tune"),
+        **plain,
         grids=grids,
         methods=part["methods"],
     )

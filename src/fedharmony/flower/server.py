@@ -19,8 +19,8 @@ import torch
 from fedharmony.data.base import DataSet, LabelledImages, Source, TensorImages, datasets
 from fedharmony.data.sites import AtSites
 from fedharmony.engine.checkpoint import digest
+from fedharmony.engine.compute_mode import ComputeMode
 from fedharmony.engine.federation import Federation
-from fedharmony.engine.means import Means
 from fedharmony.engine.memory import ClientMemory
 from fedharmony.errors import ConfigError
 from fedharmony.experiments import run as runs
@@ -133,7 +133,7 @@ def _builder(folder: RunFolder, post: Post, terms: Terms) -> runs.Build:
             partition=partition_by_size,
             clients={},
             device=device,
-            means=Means(),
+            mode=ComputeMode(),
             bound=bind(loaded, partition_by_size) | founders,
             transport=transport,
         )

@@ -14,7 +14,6 @@ import os
 import time
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field
-from types import TracebackType
 from typing import Any, Self, TypeAlias
 
 from rich.console import Console
@@ -190,12 +189,7 @@ class Progress:
         self._bars.start()
         return self
 
-    def __exit__(
-        self,
-        kind: type[BaseException] | None,
-        error: BaseException | None,
-        trace: TracebackType | None,
-    ) -> None:
+    def __exit__(self, *error: object) -> None:
         """Restore the terminal; say where a run stopped that has not finished."""
         self._bars.stop()
         state, self._state = self._state, None

@@ -38,7 +38,7 @@ from fedharmony.errors import (
 from fedharmony.experiments.binding import Binding, bind, changed
 from fedharmony.experiments.blueprint import Blueprint, Facts, blueprint
 from fedharmony.experiments.build import Assembly, on_device
-from fedharmony.experiments.machine import choose_device, choose_means, switch_torch
+from fedharmony.experiments.machine import choose_device, choose_mode, switch_torch
 from fedharmony.experiments.settings import Settings
 from fedharmony.files import sole_writer
 from fedharmony.methods.base import Stage
@@ -294,7 +294,7 @@ class Worker:
         facts = Facts(self.data.classes, InputSpec(*shape), sizes, bool(about.get("unknown")))
         plan = blueprint(settings, facts, at_site=True)
         backbone, images = plan.model.backbone, np.arange(self.images)
-        means = choose_means(settings.engine, self.device, backbone.elements(), plan.images)
+        mode = choose_mode(settings.engine, self.device, backbone.elements(), plan.images)
         return Assembly(
             blueprint=plan,
             loaded=self.data,
@@ -302,7 +302,7 @@ class Worker:
             partition=Partition((images,), self.images),
             clients={client: images},
             device=self.device,
-            means=means.exact() if backbone.mixes_images else means,
+            mode=mode.exact() if backbone.mixes_images else mode,
             bound=self.binding,
         )
 

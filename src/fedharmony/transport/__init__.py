@@ -1,1 +1,1 @@
-"""How messages reach clients: in this process, or in those of a crew; to sites: ``flower``."""
+"""How messages reach clients: in this process, or in several; to sites: ``flower``."""

@@ -91,7 +91,7 @@ class InProcess:
         self, stage: Stage, round: int, messages: Mapping[int, Record], reply: Reply
     ) -> Reply:
         """The reply; of the plain path if the fast one gave values that are not finite."""
-        if reply.finite or self.cohort.means.plain:
+        if reply.finite or self.cohort.mode.plain:
             return reply
         client = reply.client
         again = self.cohort.run(stage, round, {client: messages[client]}, plain=True)[0]

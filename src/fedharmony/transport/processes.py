@@ -28,7 +28,7 @@ from fedharmony.types import Failure, Record, Reply
 
 
 @dataclass(frozen=True)
-class Crew:
+class ProcessGroup:
     """The processes of a run.
 
     Attributes:
@@ -47,14 +47,14 @@ class Crew:
         return self.rank == 0
 
 
-def crew() -> Crew:
-    """What ``torchrun`` says about this process; a plain start is a crew of one.
+def process_group() -> ProcessGroup:
+    """What ``torchrun`` says about this process; a plain start is a group of one.
 
-    >>> crew()
-    Crew(rank=0, size=1, local_rank=0)
+    >>> process_group()
+    ProcessGroup(rank=0, size=1, local_rank=0)
     """
     usual = {"RANK": 0, "WORLD_SIZE": 1, "LOCAL_RANK": 0}
-    return Crew(*(int(os.environ.get(name, value)) for name, value in usual.items()))
+    return ProcessGroup(*(int(os.environ.get(name, value)) for name, value in usual.items()))
 
 
 def join(device: torch.device, wait_s: float) -> None:
@@ -75,21 +75,21 @@ def _leave() -> None:
 
 
 class Processes:
-    """A transport that shares the clients of a stage among the processes of a crew.
+    """A transport that shares the clients of a stage among a group of processes.
 
     It waits for another process as long as it was told when they met (:func:`join`), then ends the
     run: without that process's clients, and their memory, the others cannot go on.
     """
 
-    def __init__(self, own: Transport, members: Crew, device: torch.device) -> None:
-        self._own, self._crew, self._device = own, members, device
+    def __init__(self, own: Transport, members: ProcessGroup, device: torch.device) -> None:
+        self._own, self._group, self._device = own, members, device
         self.sizes: Mapping[int, int] = own.sizes
 
     def exchange(
         self, stage: Stage, round: int, messages: Mapping[int, Record]
     ) -> Iterator[Reply | Failure]:
         """Train this process's clients, then pass every answer around, in client order."""
-        size, rank = self._crew.size, self._crew.rank
+        size, rank = self._group.size, self._group.rank
         mine = {k: message for k, message in messages.items() if k % size == rank}
         answers = {a.client: a for a in self._own.exchange(stage, round, mine)}
         for client in messages:

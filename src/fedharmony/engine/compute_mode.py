@@ -13,7 +13,7 @@ from fedharmony.types import Tensors
 
 
 @dataclass(frozen=True)
-class Means:
+class ComputeMode:
     """How to compute; by default the plain path, which everything else is compared with.
 
     Attributes:
@@ -35,7 +35,7 @@ class Means:
         """Whether this is the plain path: float32, neither compiled nor recorded."""
         return not (self.half or self.graphs or self.compile)
 
-    def exact(self) -> Means:
+    def exact(self) -> ComputeMode:
         """The same for steps of any size: neither compiled nor recorded."""
         return replace(self, graphs=False, compile=False, fixed=False)
 
@@ -69,7 +69,8 @@ class Means:
     def rows(self, most: int, batch_size: int) -> int:
         """Rows of a batch that must hold ``most`` images: exactly, or the next of few sizes.
 
-        >>> Means().rows(5, 16), Means(graphs=True).rows(5, 16), Means(graphs=True).rows(11, 11)
+        >>> recorded = ComputeMode(graphs=True)
+        >>> ComputeMode().rows(5, 16), recorded.rows(5, 16), recorded.rows(11, 11)
         (5, 6, 11)
         """
         most = min(most, batch_size)
@@ -78,7 +79,8 @@ class Means:
     def width(self, clients: int) -> int:
         """Width of a program for so many clients, likewise.
 
-        >>> Means().width(9), [Means(graphs=True).width(w) for w in (1, 3, 5, 9, 17, 33)]
+        >>> recorded = ComputeMode(graphs=True)
+        >>> ComputeMode().width(9), [recorded.width(w) for w in (1, 3, 5, 9, 17, 33)]
         (9, [1, 3, 5, 9, 18, 36])
         """
         return rounded_up(clients, bits=4) if self.few_shapes else clients
