@@ -162,7 +162,7 @@ def test_items_share_their_runs(tmp_path: Path) -> None:
     )
     assert len(every) == 30
     gammas = job(tmp_path).places(named("table1", "fig6"))
-    assert len(gammas) == 24 + 2 * 3 * 2  # γ = 0.25 is the base
+    assert len(gammas) == 24 + 2 * 3 * 3  # γ = 0.25 is the base
     folders = [place.run.folder.path for place in every]
     assert len(set(folders)) == len(folders)
     assert tmp_path / "runs/base/fedlgt-randtext/seed-2" in folders
@@ -202,7 +202,7 @@ def test_a_run_counts_wherever_its_data_lay(tmp_path: Path) -> None:
     one.folder.create(one.settings)
     plan.refuse_other_runs(there.places(named("fig2")))
     other = replace(study, changes=("train.lr=0.5",))
-    with pytest.raises(CheckpointError, match="other settings than base fedavg seed 0"):
+    with pytest.raises(CheckpointError, match="other settings than voc2012 base fedavg seed 0"):
         plan.refuse_other_runs(plan.Job(SCALES["small"], other, tmp_path).places(named("fig2")))
 
 

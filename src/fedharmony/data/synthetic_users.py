@@ -110,8 +110,8 @@ def label_chances(config: SyntheticUsers.Config) -> npt.NDArray[np.float64]:
     Label c belongs to theme c mod themes and has rank c + 1.
 
     >>> config = SyntheticUsers.Config(classes=4, themes=2, theme_strength=0.5)
-    >>> label_chances(config)[0].round(2).tolist()  # ½ · (¾, 0, ¼, 0) + ½ · (1, ½, ⅓, ¼) / 2.083
-    [0.61, 0.12, 0.2, 0.06]
+    >>> label_chances(config)[0].round(3).tolist()  # ½ · (¾, 0, ¼, 0) + ½ · (1, ½, ⅓, ¼) / 2.083
+    [0.615, 0.12, 0.205, 0.06]
     """
     ranks = 1.0 / np.arange(1, config.classes + 1)
     own = (np.arange(config.classes) % config.themes) == np.arange(config.themes)[:, None]

@@ -5,9 +5,13 @@ from __future__ import annotations
 from collections.abc import Mapping, Sequence
 
 from fedharmony.paper.item import Found
+from fedharmony.paper.published import NAMES
 from fedharmony.paper.scale import Part
 from fedharmony.report.charts import Picture, Series, curve
 from fedharmony.report.svg import Style
+
+#: What the first colours of the palette are called, for figures that stand alone.
+COLOURS = ("blue", "orange", "green")
 
 
 def lines_over(
@@ -35,5 +39,12 @@ def lines_over(
             for run in found.group(part, method):
                 curves.setdefault(run.seed, {})[place] = run.metrics[metric]
         series.append(Series(method, looks[method], tuple(curves.values())))
-    values = (axis, list(parts))
-    return curve(f"{metric}, %", series, rounds=len(parts), percent=True, values=values)
+    names = zip(COLOURS, (NAMES[method] for method in methods), strict=False)
+    return curve(
+        f"{metric}, %",
+        series,
+        rounds=len(parts),
+        percent=True,
+        values=(axis, list(parts)),
+        note=f"Lines: {', '.join(f'{colour} {name}' for colour, name in names)}.",
+    )

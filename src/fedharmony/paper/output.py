@@ -73,7 +73,8 @@ def figures(shown: Shown) -> Iterator[tuple[str, str]]:
     for section in shown.sections:
         for picture in section.pictures:
             number += 1
-            yield f"figure-{number}.svg", standalone(picture)
+            caption = f"{picture.title}. {picture.note}".strip()
+            yield f"figure-{number}.svg", standalone(replace(picture, note=caption))
 
 
 def write(home: Path, scale: str, found: Sequence[Outcome], command: str) -> None:

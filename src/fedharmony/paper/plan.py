@@ -35,11 +35,13 @@ class Place:
     """A run of a reproduction.
 
     Attributes:
+        study: the name of the data set.
         part: the point of the settings.
         method: as parts name it.
         run: its settings and folder.
     """
 
+    study: str
     part: Part
     method: str
     run: Planned
@@ -47,7 +49,7 @@ class Place:
     @property
     def title(self) -> str:
         """For progress."""
-        return f"{self.part.name} {self.run.label} seed {self.run.seed}"
+        return f"{self.study} {self.part.name} {self.run.label} seed {self.run.seed}"
 
 
 @dataclass(frozen=True)
@@ -77,7 +79,7 @@ class Job:
                 for method in part.methods:
                     for seed in range(part.seeds):
                         run = self._planned(part, settings.with_run(method, seed))
-                        found.setdefault(run.folder.path, Place(part, method, run))
+                        found.setdefault(run.folder.path, Place(self.study.name, part, method, run))
         return list(found.values())
 
     def _settings(self, part: Part) -> Settings:

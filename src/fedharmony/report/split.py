@@ -20,6 +20,8 @@ from fedharmony.types import Labels
 
 #: How much larger the file is shown than a figure of the page.
 SCALE = 2
+#: Pixels left of a figure: names may be wider than they were thought to be.
+EDGE = 10
 #: Caption: letters in a line, and the height of one.
 LETTERS, LINE = 60, 14
 _TEXT = (
@@ -51,10 +53,10 @@ def standalone(picture: Picture) -> str:
     whole = height + LINE * (len(lines) + 1)
     colours = resources.files("fedharmony.report").joinpath("colours.css").read_text("utf-8")
     head, body = picture.svg.split(">", 1)
-    head = head.replace(box[0], f'viewBox="0 0 {width:g} {whole:g}"')
+    head = head.replace(box[0], f'viewBox="{-EDGE} 0 {width + EDGE:g} {whole:g}"')
     return (
-        f'{head} width="{SCALE * width:g}" height="{SCALE * whole:g}" '
+        f'{head} width="{SCALE * (width + EDGE):g}" height="{SCALE * whole:g}" '
         f'xmlns="http://www.w3.org/2000/svg">\n<style>{colours}{_TEXT}</style>\n'
-        '<rect width="100%" height="100%" style="fill: var(--paper)"/>'
+        f'<rect x="{-EDGE}" width="100%" height="100%" style="fill: var(--paper)"/>'
         f"{body.removesuffix('</svg>')}{caption}</svg>\n"
     )

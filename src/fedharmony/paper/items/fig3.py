@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
+from dataclasses import replace
 
 from fedharmony.experiments.scores import load_scores
 from fedharmony.paper.item import BASE, OURS, Found, Item, Shown, items
@@ -56,7 +57,8 @@ class Fig3(Item):
         )
         drawn = ExampleImages().draw(found.runs(part))
         lead = "No image was kept." if drawn is None else drawn.lead
-        pictures = () if drawn is None else drawn.pictures
+        order = f"Below the image, from top to bottom: {', '.join(NAMES.values())}."
+        pictures = () if drawn is None else tuple(replace(p, note=order) for p in drawn.pictures)
         keys = () if drawn is None else drawn.keys
         why = (
             f"per 100 test images FedHarmony and FedAvg differ by {wrong} wrong and {missed} "

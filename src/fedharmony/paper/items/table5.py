@@ -108,7 +108,9 @@ def _picture(gaps: Mapping[tuple[str, str], Gap]) -> Picture:
         interval = (gap.low, gap.high) if gap.count > 1 else None
         lines.append(Row(f"{a} → {b}", ((svg.style(0), gap.mean), *paper), interval=interval))
     note = "Blue: ours with 95 % interval over seeds. Grey: the paper's COCO-80 and FLAIR."
-    return dots("Steps in mAP, points", lines, line_at=0.0, spacing=22, note=note)
+    values = [v for line in lines for v in (*(d for _, d in line.dots), *(line.interval or ()))]
+    ends = min(values), max(values)
+    return dots("Steps in mAP, points", lines, ends=ends, line_at=0.0, spacing=22, note=note)
 
 
 def _printed(data: str, variant: str, metric: str) -> str:
