@@ -89,7 +89,9 @@ class Fig2(Item):
         f"Reproduced if at least half of the pairs have |φ| < {WEAK} (sparse) and at least 80 % of "
         f"the pairs with φ ≥ {WEAK} lie inside of the clusters of Algorithm 1 (blocks). Not "
         "reproduced if fewer than half are weak, or clusters hold less than twice as many of the "
-        "strong pairs as of all pairs. (The limits are ours.)"
+        "strong pairs as of all pairs. (The limits are ours. An earlier rule, by the mean |φ| "
+        "inside and outside of clusters, said not reproduced on the digits: strong negative φ "
+        "between their themes lie outside.)"
     )
 
     def parts(self, study: Study) -> Sequence[Part]:
@@ -257,7 +259,8 @@ class Algorithm1(Item):
     rule = (
         f"Reproduced if in every seed the clusters that the run ended with hold at least 80 % of "
         f"the pairs whose true φ is at least {WEAK}. Not reproduced if in every seed they hold "
-        "less than twice as many of these as of all pairs. (The limits are ours.)"
+        "less than twice as many of these as of all pairs. (The limits are ours, and the rule was "
+        "changed as that of Fig. 2 was.)"
     )
 
     def parts(self, study: Study) -> Sequence[Part]:
