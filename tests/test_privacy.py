@@ -354,7 +354,7 @@ def test_the_budget_ends_the_run_and_resuming_does_not_go_beyond(tmp_path: Path)
     assert again["state_sha256"] == results["state_sha256"]
     runs = load([tmp_path / "run"])
     assert f"{spent:.2f}" in table_of(runs).to_markdown()
-    assert f"clients private with ε = {spent:.2f}, δ = 1e-05" in facts(runs)
+    assert f"differential privacy of clients: ε = {spent:.2f}, δ = 1e-05" in facts(runs)
 
 
 # -- refused before round 0 ------------------------------------------------------------------------
