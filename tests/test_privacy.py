@@ -122,7 +122,7 @@ def test_one_client_moves_a_sum_by_no_more_than_the_noise_stands_for(name: str) 
 
 @pytest.mark.parametrize(("sampling", "change"), [("poisson", 1), ("uniform", 2)])
 def test_noise_has_the_deviation_that_was_paid_for(sampling: Any, change: int) -> None:
-    """The deviation is z Δ √P with z = 3, P = 2 parts, S = 0.5 and 7; 40,000 numbers each: within 2 %.
+    """The deviation is z Δ √P: z = 3, P = 2 parts, S = 0.5 and 7; 40,000 numbers each, within 2 %.
 
     (The standard error of a deviation from n numbers is 1/√(2n) = 0.35 %.)
     """
