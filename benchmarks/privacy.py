@@ -91,7 +91,7 @@ def figure(rows: Sequence[dict[str, Any]]) -> str:
         at = y(value / 100)
         parts.append(f'<path d="M{LEFT} {at:.1f}H{WIDTH - RIGHT}" stroke="#ddd"/>')
         parts.append(f'<text x="{LEFT - 6}" y="{at + 4:.1f}" text-anchor="end">{value}</text>')
-    for power in range(math.ceil(low - 1e-9), math.floor(high + 1e-9) + 1):
+    for power in range(math.ceil(low - 0.01), math.floor(high + 0.01) + 1):
         at = f'x="{x(10.0**power):.1f}" y="{HEIGHT - BOTTOM + 18}" text-anchor="middle"'
         label = f'10<tspan dy="-5" font-size="9">{power}</tspan>' if power > 3 else f"{10**power}"
         parts.append(f"<text {at}>{label}</text>")

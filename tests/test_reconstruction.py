@@ -9,6 +9,7 @@ from collections.abc import Iterator
 from itertools import combinations_with_replacement, product
 from pathlib import Path
 from typing import Any
+from xml.etree import ElementTree
 
 import numpy as np
 import pytest
@@ -79,3 +80,19 @@ def test_protections_leave_less(search: Any) -> None:
     known = {row["attacker sees"]: row["known"] for row in rows}
     assert known["R_k of labels"] == 1
     assert known["R_k of scores, off by 0.2"] == known["counts + noise 1"] == 0
+
+
+def test_the_curve_of_privacy_is_drawn(search: Any) -> None:
+    """Two runs with noise and one without: two marks, one line, one dashed line, their name."""
+    sys.path.insert(0, str(BENCHMARKS))
+    try:
+        drawn = importlib.import_module("privacy")
+    finally:
+        sys.path.remove(str(BENCHMARKS))
+    rows = [{"curve": "demo", "mAP": 0.4}]
+    rows += [{"curve": "demo", "mAP": m, "epsilon": e} for m, e in ((0.1, 1.0), (0.3, 100.0))]
+    figure = ElementTree.fromstring(drawn.figure(rows))
+    kinds = Counter(element.tag.rpartition("}")[2] for element in figure.iter())
+    assert kinds["circle"] == 2
+    assert kinds["polyline"] == 1
+    assert "demo, 20 clients" in [element.text for element in figure.iter()]

@@ -138,7 +138,7 @@ class Noise:
     seed: int
 
     def deviation(self, group: str, parts: int) -> float:
-        """Z Δ √P of one part."""
+        """The standard deviation z Δ √P of one part."""
         bound = self.clipping.model if group == PARAMS else self.clipping.sums
         change = bound * (1 if self.sampling == "poisson" else 2)
         return self.multiplier * change * math.sqrt(parts)

@@ -30,9 +30,8 @@ def remarks(runs: Runs) -> Iterator[str]:
             f"{_change('OF1', run.metrics, better)}."
         )
     if run.privacy:
-        yield f"{privacy_words(run.privacy).capitalize()} (noise multiplier " + (
-            f"{run.privacy['noise_multiplier']:.3g}); see docs/privacy.md for what this means."
-        )
+        words, multiplier = privacy_words(run.privacy), run.privacy["noise_multiplier"]
+        yield f"{words[:1].upper()}{words[1:]} (noise multiplier {multiplier:.3g})."
     if run.scores is not None:
         if len(run.classes) <= MOST_LABELS:
             swaps = taken_for(decide(run.scores, run.thresholds))

@@ -163,12 +163,12 @@ def facts(runs: Runs) -> list[str]:
 
 
 def privacy_words(spent: Mapping[str, float]) -> str:
-    """What clients' privacy cost, in a few words.
+    """How far clients are private, in a few words.
 
     >>> privacy_words({"epsilon": 7.996, "delta": 1e-5, "noise_multiplier": 2.04})
-    'clients private with ε = 8.00, δ = 1e-05'
+    'differential privacy of clients: ε = 8.00, δ = 1e-05'
     """
-    return f"clients private with ε = {spent['epsilon']:.2f}, δ = {spent['delta']:g}"
+    return f"differential privacy of clients: ε = {spent['epsilon']:.2f}, δ = {spent['delta']:g}"
 
 
 def notices(runs: Runs) -> list[str]:
