@@ -200,10 +200,12 @@ def test_resuming_a_finished_run_changes_nothing(finished: Path) -> None:
 
 def test_plain_progress_when_piped(tmp_path: Path) -> None:
     out = succeed(tmp_path, "run", "demo", *SMALL, "run.rounds=2", "run.method=fedavg")
+    assert "points (ECE)." in out
     assert "\x1b[" not in out
     assert "mAP" in out
     assert (tmp_path / "runs" / "demo-fedavg-seed0" / "report.html").exists()
     quiet = succeed(tmp_path, "run", "demo", *SMALL, "run.rounds=2", "--out", "q", "--quiet")
+    assert "(ECE)" not in quiet
     assert len(quiet.splitlines()) < len(out.splitlines())
     assert logging.getLogger("fedharmony").level == logging.WARNING  # notes are left out, too
 

@@ -32,7 +32,6 @@ from fedharmony.models.base import models
 from fedharmony.partition.base import splitters
 from fedharmony.registry import Registry, load_plugins
 from fedharmony.rng import derived_seed, numpy_rng, torch_rng
-from fedharmony.transport.attacks import AttackSettings
 
 
 @dataclass(frozen=True)
@@ -230,8 +229,7 @@ def settings_classes() -> list[type[Any]]:
     kinds = (datasets, splitters, models, methods)
     own = [registry[name].Config for registry in kinds for name in registry.names()]
     common = [choice.common for choice in COMPONENTS.values()]
-    plain = [cls for cls in PLAIN.values() if cls is not AttackSettings]
-    return list(dict.fromkeys([*own, *common, *plain]))
+    return list(dict.fromkeys([*own, *common, *PLAIN.values()]))
 
 
 def test_settings_refuse_wrong_values_however_they_are_made() -> None:

@@ -944,6 +944,18 @@ def test_elsewhere_there_is_one_line_per_round(cases: dict[str, Path]) -> None:
     assert lines[-1].startswith("completed after 30 of 30 rounds in 40 s: mAP")
 
 
+def test_names_stand_beside_their_clients_largest_first(tmp_path: Path) -> None:
+    """20 clients: below the columns of the split, and beside the rows of the weights."""
+    folder = write_fake_run(tmp_path / "run", clients=20)
+    log = folder / "events.jsonl"
+    first, _, rest = log.read_text().partition("\n")
+    called = [f"site {k}" for k in range(20)]
+    log.write_text(json.dumps({**json.loads(first), "client_names": called}) + "\n" + rest)
+    by_size = np.argsort(-load(folder).first.matrices["client_sizes"], kind="stable")
+    found = re.findall(r">(site \d+)</text>", write_report(folder).read_text())
+    assert found == [called[k] for k in by_size] * 2
+
+
 def test_clients_with_names_are_called_by_them(tmp_path: Path) -> None:
     """40 are too many to stand below a picture; what failed is named in table and line."""
     folder, called = write_fake_run(tmp_path / "run", clients=40), [f"site {k}" for k in range(40)]

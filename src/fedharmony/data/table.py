@@ -47,7 +47,7 @@ from fedharmony.data.check import (
     facts_of,
     wrong_separator,
 )
-from fedharmony.data.file_source import AnnotatedFiles, Content, FileSource, missing_files
+from fedharmony.data.file_source import AnnotatedFiles, Content, FileSource
 from fedharmony.data.tree import Tree, open_tree
 from fedharmony.errors import ConfigError, DataError, nearest, shown
 from fedharmony.rng import numpy_rng
@@ -338,7 +338,6 @@ def image_faults(part: AnnotatedFiles, tell: Tell | None) -> list[str]:
         done += len(pixels) + len(troubles)
         if tell is not None:
             tell(done, len(part))
-    reasons |= dict.fromkeys(missing_files(part.files), "there is no such file")
     return [f"{part.files.name(i)}: {reasons[i]}." for i in sorted(reasons)]
 
 

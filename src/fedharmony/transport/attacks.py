@@ -37,6 +37,7 @@ import torch
 from annotated_types import Ge, Gt, Le, Lt
 from torch import Tensor
 
+from fedharmony.config import Checked
 from fedharmony.consensus import CORRELATION
 from fedharmony.correlation import unpack_upper
 from fedharmony.data.base import LabelledImages
@@ -60,7 +61,7 @@ WHOLE_RUN = ("label_flip", "label_off", "size")
 
 
 @dataclass(frozen=True)
-class AttackSettings:
+class AttackSettings(Checked):
     """Clients that lie.
 
     Attributes:
@@ -95,6 +96,7 @@ class AttackSettings:
 
     def __post_init__(self) -> None:
         """Refuse what the kind of lie does not have."""
+        super().__post_init__()
         if self.strength is not None and self.kind not in STRENGTHS:
             raise ConfigError(
                 f"attack.strength = {self.strength:g} has no meaning for attack.kind = "
