@@ -16,6 +16,7 @@ from fedharmony.errors import CheckpointError, ClientLimitError, ConfigError, Tr
 from fedharmony.experiments.folder import RunFolder
 from fedharmony.experiments.settings import load_settings
 from fedharmony.flower import link as links
+from fedharmony.flower import post as posts
 from fedharmony.flower.link import Link, Ordered
 from test_cli import refuse
 
@@ -158,3 +159,13 @@ def test_a_run_without_a_roster_is_not_resumed(tmp_path: Path) -> None:
     said = refuse(tmp_path, "flower", "resume", str(folder.path))
     assert "no roster.json" in said
     assert "flower run" in said
+
+
+def test_looks_become_rarer(monkeypatch: pytest.MonkeyPatch) -> None:
+    """A tenth of the time waited: after 1 s, 10 s and an hour, within 0.3 and 3 s."""
+    slept: list[float] = []
+    monkeypatch.setattr(posts.time, "sleep", slept.append)
+    for waited in (1.0, 10.0, 3600.0):
+        posts.pause(time.monotonic() - waited)
+    posts.pause()
+    assert slept == pytest.approx([0.3, 1.0, 3.0, 0.3], abs=0.05)
