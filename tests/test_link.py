@@ -14,8 +14,11 @@ import pytest
 
 from fedharmony.errors import CheckpointError, ClientLimitError, ConfigError, TransportError
 from fedharmony.experiments.folder import RunFolder
+from fedharmony.experiments.settings import load_settings
 from fedharmony.flower import link as links
+from fedharmony.flower import post as posts
 from fedharmony.flower.link import Link, Ordered
+from test_cli import refuse
 
 
 def written(home: Path, pid: int, began: str | None) -> Link:
@@ -147,3 +150,22 @@ def test_a_server_that_was_killed_is_found_out_at_once(
     (tmp_path / "server.json").write_text(json.dumps({"pid": os.getpid(), "began": "0"}))
     with pytest.raises(CheckpointError, match=r"ended without a word \(it was killed\)"):
         run.follow(print)
+
+
+def test_a_run_without_a_roster_is_not_resumed(tmp_path: Path) -> None:
+    folder = RunFolder(tmp_path / "run")
+    folder.path.mkdir()
+    folder.create(load_settings("demo"))
+    said = refuse(tmp_path, "flower", "resume", str(folder.path))
+    assert "no roster.json" in said
+    assert "flower run" in said
+
+
+def test_looks_become_rarer(monkeypatch: pytest.MonkeyPatch) -> None:
+    """A tenth of the time waited: after 1 s, 10 s and an hour, within 0.3 and 3 s."""
+    slept: list[float] = []
+    monkeypatch.setattr(posts.time, "sleep", slept.append)
+    for waited in (1.0, 10.0, 3600.0):
+        posts.pause(time.monotonic() - waited)
+    posts.pause()
+    assert slept == pytest.approx([0.3, 1.0, 3.0, 0.3], abs=0.05)

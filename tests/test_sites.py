@@ -19,6 +19,7 @@ from fedharmony.flower import post as posts
 from fedharmony.flower import server
 from fedharmony.flower.roster import Terms
 from fedharmony.methods.base import methods
+from fedharmony.report.load import load_run
 from fedharmony.site.parcel import Parcel
 from fedharmony.site.policy import accepted, offered
 from fedharmony.site.settings import load_site
@@ -535,6 +536,7 @@ def test_models_measured_at_sites_have_the_metrics_of_the_pooled_test_set(
         assert rows[row["user"]]["O-mAP"] == pytest.approx(row["O-mAP"], abs=1e-6)
     assert curve(tmp_path / "sites") == pytest.approx(curve(tmp_path / "here"), abs=1e-6)
     assert (found["measured_at"], found["test_images"]) == (["ada", "ben", "cy"], 12)
+    assert load_run(tmp_path / "sites").start["test_images"] == 12
     # No exchange more in a round, and the model travels once; one exchange after the last.
     trained = [p for _, p in post.log if p.kind == "stage" and p.words["stage"] == "update"]
     assert [p.words["measured"]["same"][0] for p in trained if "measured" in p.words] == [

@@ -180,6 +180,11 @@ def resume(
     from fedharmony.experiments.folder import RunFolder
 
     RunFolder(folder).open()
+    if RunFolder(folder).read_json("roster.json") is None:
+        raise ConfigError(
+            f"{folder} has no roster.json: the run was killed before its sites were known, or is "
+            "none over sites. Give the same 'fedharmony flower run' command again."
+        )
     link = _link(home)
     _follow(lambda: link.order(None, folder, least, wait, limit, least), folder, quiet)
 

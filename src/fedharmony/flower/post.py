@@ -11,8 +11,9 @@ from typing import Protocol
 
 from fedharmony.site.parcel import Parcel
 
-#: Seconds between looks for replies, and before a site that could not answer is asked again.
-POLL_S, AGAIN_S = 0.3, 3.0
+#: Least and most seconds between looks for replies; those before a site that could not answer is
+#: asked again.
+POLL_S, MOST_S, AGAIN_S = 0.3, 3.0, 3.0
 
 
 class Post(Protocol):
@@ -28,23 +29,28 @@ class Post(Protocol):
         """Answers that have come since, by the message's number; text says why there is none."""
 
 
-def pause(again: bool = False) -> None:
-    """Wait before the next look, or (``again``) before a site is asked again."""
-    time.sleep(AGAIN_S if again else POLL_S)
+def pause(since: float | None = None, again: bool = False) -> None:
+    """Wait before the next look, or (``again``) before a site is asked again.
+
+    A tenth of the time that has passed ``since``, within bounds: a look costs both sides, and a
+    site that trains for minutes is not missed for seconds.
+    """
+    waited = 0.0 if since is None else time.monotonic() - since
+    time.sleep(AGAIN_S if again else max(POLL_S, min(waited / 10, MOST_S)))
 
 
 def collect(
     post: Post, parcels: Mapping[int, Parcel], wait_s: float
 ) -> Iterator[tuple[int, Parcel | str]]:
     """One answer per node, as they come; who is silent for too long has text for an answer."""
-    waiting, until = dict(post.push(parcels, wait_s)), time.monotonic() + wait_s
+    waiting, since = dict(post.push(parcels, wait_s)), time.monotonic()
     while waiting:
         for number, answer in post.pull(list(waiting)).items():
             if number in waiting:
                 yield waiting.pop(number), answer
-        if waiting and time.monotonic() > until:
+        if waiting and time.monotonic() > since + wait_s:
             break
         if waiting:
-            pause()
+            pause(since)
     for node in waiting.values():
         yield node, f"no answer within {wait_s:g} seconds"

@@ -64,17 +64,17 @@ class Sites:
         client_at = {node_of[k]: k for k in messages}
         numbers = self.post.push(parcels, self.limit_s)
         waiting = {client_at[node]: number for number, node in numbers.items()}
-        until = time.monotonic() + self.limit_s
+        since = time.monotonic()
         answers: dict[int, Parcel | str] = dict(reasons)
         for client in messages:
             while client not in answers:
                 self._pull(waiting, answers)
                 if client in answers:
                     break
-                if time.monotonic() > until or client not in waiting:
+                if time.monotonic() > since + self.limit_s or client not in waiting:
                     answers[client] = self._late(client, waiting)
                 else:
-                    pause()
+                    pause(since)
             yield self._answer(stage, round, client, answers.pop(client))
 
     def _parcel(

@@ -498,6 +498,9 @@ def load_run(folder: str | Path) -> RunView:
             finish = event
         elif isinstance(index, int) and kind in ("round", "evaluate"):
             (rounds if kind == "round" else evaluations)[index] = event
+    for measured in evaluations.values():  # at sites: only who was asked knows of how many images
+        if isinstance(measured.get("test_images"), int):
+            start = {**start, "test_images": measured["test_images"]}
     results = read_json(folder / "results.json", RESULTS)
     bound = read_json(folder / "binding.json")
     claimed = results.get("bound")
