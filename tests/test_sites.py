@@ -57,12 +57,15 @@ def test_sites_give_the_bits_of_the_simulator(home: Any, tmp_path: Path, method:
     assert {k: found[k] for k in SAME} == {k: expected[k] for k in SAME}
 
 
+PRIVATE = ["run.method=fedavg", "federation.average=uniform", "privacy.noise_multiplier=0.5"]
+
+
 @pytest.mark.parametrize(
     "more",
     [
         ["run.method=fedavg"],
         ["run.method=fedharmony", "methods.fedharmony.temperature=1"],
-        ["run.method=fedavg", "federation.average=uniform", "privacy.noise_multiplier=0.5"],
+        ["federation.sampling=poisson", *PRIVATE],
     ],
     ids=["fedavg", "fedharmony", "private"],
 )
@@ -79,6 +82,28 @@ def test_sums_over_sites_are_those_of_the_simulator(
     post = Memory(workers(folder / "data"))
     found = server.start(settings, RunFolder(tmp_path / "sites"), nobody, post, TERMS)
     assert {k: found[k] for k in SAME} == {k: expected[k] for k in SAME}
+
+
+def test_privacy_counts_with_the_chance_that_a_site_has_among_all(
+    home: Any, tmp_path: Path
+) -> None:
+    """Ada is away from the second round on: the others are drawn as if she were there."""
+    pytest.importorskip("dp_accounting")
+    sums = ["federation.server_sees=sums", "federation.cohort=2", "run.rounds=6", *PRIVATE]
+    sums.append("federation.sum_least=2")
+    post = Memory(workers(home[0] / "data"))
+    with pytest.raises(ConfigError, match="poisson"):
+        server.start(settings_of(home, *sums), RunFolder(tmp_path / "no"), nobody, post, TERMS)
+    settings = settings_of(home, *sums, "federation.sampling=poisson")
+    run.start(settings, RunFolder(tmp_path / "simulated"), nobody)
+    observe = over_rounds(after_0=lambda: post.offline.add(1000))
+    server.start(settings, RunFolder(tmp_path / "sites"), observe, post, replace(TERMS, least=1))
+    everybody, here = (
+        [e["cohort"] for e in rounds_of(RunFolder(tmp_path / name))]
+        for name in ("simulated", "sites")
+    )
+    assert any(0 in cohort for cohort in everybody[1:])
+    assert here == [everybody[0], *([k for k in cohort if k] for cohort in everybody[1:])]
 
 
 # -- a run goes on --------------------------------------------------------------------------------

@@ -26,7 +26,7 @@ from fedharmony.errors import ConfigError
 from fedharmony.experiments.blueprint import Facts, blueprint
 from fedharmony.experiments.settings import load_settings
 from fedharmony.methods.base import Outcome, Stage, methods
-from fedharmony.methods.fedharmony import MEMBERS
+from fedharmony.methods.fedharmony_sums import MEMBERS
 from fedharmony.models.base import InputSpec
 from fedharmony.rng import torch_rng
 from fedharmony.transport.sums import AddedUp, Summing, Total

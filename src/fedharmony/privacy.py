@@ -41,6 +41,7 @@ from annotated_types import Gt, Le, Lt
 from torch import Tensor
 
 from fedharmony.aggregate import NUMBERS, scaled, typed
+from fedharmony.config import Checked
 from fedharmony.errors import ConfigError
 from fedharmony.rng import torch_rng
 from fedharmony.terminal import warn_once
@@ -55,7 +56,7 @@ LEAST, MOST = 1e-3, 1e6
 
 
 @dataclass(frozen=True)
-class PrivacySettings:
+class PrivacySettings(Checked):
     """Differential privacy of clients; none unless ``epsilon`` or ``noise_multiplier`` is set.
 
     Attributes:

@@ -61,6 +61,7 @@ class SyntheticUsers(Source):
 
         def __post_init__(self) -> None:
             """Refuse themes without a label."""
+            super().__post_init__()
             if self.classes < self.themes:
                 raise ConfigError(
                     f"data.themes = {self.themes} themes cannot share data.classes = "

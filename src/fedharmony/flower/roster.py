@@ -249,7 +249,8 @@ class Calls(Sequence[list[int]]):
     """The cohort of each round, drawn when it begins of the sites that are online.
 
     While all sites of a run are online from the first round on, these are the cohorts of the
-    simulator. A cohort is no larger than it would be with all sites.
+    simulator. A cohort is no larger than it would be with all sites. Under ``poisson`` a site keeps
+    the chance that it has among all, whoever is away: the accounting of privacy relies on it.
 
     Attributes:
         roster: who is there.
@@ -278,6 +279,9 @@ class Calls(Sequence[list[int]]):
             raise IndexError(round)
         here, sizes, wanted = self.roster.begin(round), self.roster.sizes, self.settings
         share = cohort_size(len(sizes), wanted.participation, None)
+        if wanted.sampling == "poisson":
+            of_all = Schedule(sizes, self.rounds, wanted.cohort or share, "poisson", self.seed)
+            return [k for k in of_all[round] if k in here]
         cohort = min(wanted.cohort or share, len(here))
         refuse_small_cohort(wanted.averaging, cohort)
         drawn = Schedule(

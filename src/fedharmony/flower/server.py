@@ -117,6 +117,12 @@ def _builder(folder: RunFolder, post: Post, terms: Terms) -> runs.Build:
                 f"privacy.epsilon = {settings.privacy.epsilon} suffices for {plan.rounds} rounds "
                 f"only. Set run.rounds = {plan.rounds}."
             )
+        if plan.noise is not None and settings.federation.sampling != "poisson":
+            raise ConfigError(
+                f"federation.sampling = {settings.federation.sampling!r} draws among the sites "
+                "that are online, so that a site's chance is not the one that privacy is counted "
+                'with. Use federation.sampling = "poisson".'
+            )
         partition_by_size = _partition(plan.facts)
 
         def transport() -> Sites:

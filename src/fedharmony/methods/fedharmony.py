@@ -22,9 +22,8 @@ Deviation: ``recommended`` aligns Pearson correlations; Eq. (2) rewards timid sc
 Weights need every s_k of the cohort (the adaptive temperature is 1/std of them), so while α_t < 1
 the models of one cohort are held, by reference, until the last reply; at α_t = 1 they stream.
 
-Where the server sees sums only (``federation.server_sees``), it keeps Σ w_j R_j and Σ w_j; a client
-takes its own terms out of them to get its teacher (``received``), finds its own quality, and adds
-Σ n θ, Σ q θ and its terms to the sums of its cohort (``share``). γ must then be a number.
+Where the server sees sums only (``federation.server_sees``): :mod:`fedharmony_sums
+<fedharmony.methods.fedharmony_sums>`.
 
 The server's part stays where the model is: teachers of a cohort, misfits and sums are one batched
 computation each, labels are clustered once per round. Memory is bounded by the cohort and by
@@ -36,7 +35,6 @@ computation each, labels are clustered once per round. Memory is bounded by the 
 
 from __future__ import annotations
 
-import math
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from itertools import islice
@@ -46,15 +44,13 @@ import torch
 from annotated_types import Ge, Gt, Le, Lt
 from torch import Tensor
 
-from fedharmony.aggregate import NUMBERS, effective_clients, scaled, typed
+from fedharmony.aggregate import effective_clients
 from fedharmony.alignment import Alignment, neutral
 from fedharmony.clusters import cluster_agreement, default_groups, spectral_clusters
 from fedharmony.config import machine_memory
 from fedharmony.consensus import (
     BY_ENTRY,
     CORRELATION,
-    FOLDED,
-    WEIGHTED,
     CorrelationTable,
     Operator,
     OperatorName,
@@ -69,6 +65,7 @@ from fedharmony.correlation import (
 )
 from fedharmony.errors import ConfigError
 from fedharmony.losses import Batch, task_loss
+from fedharmony.methods import fedharmony_sums as sums
 from fedharmony.methods.base import (
     INGREDIENTS,
     ClientView,
@@ -81,17 +78,12 @@ from fedharmony.methods.base import (
     methods,
     stacked,
 )
+from fedharmony.methods.fedharmony_sums import TEACHER
 from fedharmony.models.base import stack
 from fedharmony.rng import derived_seed
-from fedharmony.types import BUFFERS, PARAMS, Form, Record, Reply, Tensors
+from fedharmony.types import Form, Record, Reply, Tensors
 
-TEACHER = "teacher"  # message: R*_k, which entries are known, clusters, λ_t
 CLUSTERS = "clusters"  # state: the clusters of the last round
-# Where the server sees sums:
-CONSENSUS = "consensus"  # message: Σ w R and Σ w, clusters, λ_t; the same for everybody
-OWN = "own"  # message: the round of the client's terms in these sums, −1 if they hold none
-MEMBERS = "members"  # state: whose terms the sums hold, and of which round
-QUALITY, REST = "quality_", "rest_"  # share: models by q_k, and those whose s_k is not trusted
 
 #: Up to here labels are clustered every round.
 CLUSTERED_OFTEN = 512
@@ -335,30 +327,7 @@ class FedHarmony(Method):
     @property
     def no_sums(self) -> str:
         """The settings that need matrices, or misfits, of single clients on the server."""
-        config = self.config
-        if config.consensus not in WEIGHTED:
-            return (
-                f"methods.fedharmony.consensus = {config.consensus!r} sorts the values of single "
-                f"clients. Use one of {', '.join(WEIGHTED)}"
-            )
-        if config.quality and isinstance(config.temperature, str):
-            return (
-                f"methods.fedharmony.temperature = {config.temperature!r} is found from the "
-                "misfits of all clients of a cohort. Set it to a number, for instance 1, or "
-                "methods.fedharmony.quality = false"
-            )
-        if config.client_clusters:
-            return (
-                "methods.fedharmony.client_clusters = true makes clusters of each client's own "
-                "teacher, which the server does not know. Set it to false"
-            )
-        if config.teacher == "this_round" or config.cold_start == "labels":
-            return (
-                "a teacher of the same round (teacher = 'this_round', cold_start = 'labels') holds "
-                "terms that clients have not remembered yet, and cannot leave out. Use teacher = "
-                "'last_round' and cold_start = 'none'"
-            )
-        return ""
+        return sums.refusal(self.config)
 
     @property
     def no_privacy(self) -> str:
@@ -458,13 +427,13 @@ class FedHarmony(Method):
         """θ for everybody; R*_k, its known entries, the clusters and λ_t for each."""
         messages, table = super().broadcast(state, round, clients), self.table(state)
         if self.task.sums:
-            return self._broadcast_sums(messages, state, round)
+            return sums.broadcast(self, messages, state, round)
         if not table.teaches:
             return messages
         # Clusters of a client's own are found from its matrix before it is rounded.
         dtype = torch.float64 if self.config.client_clusters else torch.float32
         common, teachers = table.teachers(clients, round, dtype)
-        kept = self._common_clusters(state, common.matrix, round)
+        kept = self.common_clusters(state, common.matrix, round)
         weight = torch.full((), self.align_weight(round), device=kept.device)
         personal = {}
         for client, (matrix, known) in zip(clients, teachers, strict=True):
@@ -473,7 +442,7 @@ class FedHarmony(Method):
             personal[client] = messages[client].replace({TEACHER: teacher})
         return personal
 
-    def _common_clusters(self, state: Record, matrix: Tensor, round: int) -> Tensor:
+    def common_clusters(self, state: Record, matrix: Tensor, round: int) -> Tensor:
         """The clusters of a consensus, or the last ones while they are kept."""
         kept = state.get(CLUSTERS).get("ids")
         if kept is None or round % self.cluster_every == 0:
@@ -531,36 +500,11 @@ class FedHarmony(Method):
         misfit, carry = self.align(scores, batch, teacher["matrix"], carry)
         return fit + teacher["weight"] * misfit, carry
 
-    # -- where the server sees sums ---------------------------------------------------------------
-
-    def _broadcast_sums(
-        self, messages: Mapping[int, Record], state: Record, round: int
-    ) -> Mapping[int, Record]:
-        """θ, Σ w R, Σ w, clusters and λ_t for everybody; to each, of which round its terms are."""
-        rounds = _rounds(state)
-        if len(rounds) < 2:
-            return messages
-        matrix = self.table(state).consensus(round).matrix
-        clusters = self._common_clusters(state, matrix, round)
-        weight = torch.full((), self.align_weight(round), device=matrix.device)
-        common = {**state.get(FOLDED), "clusters": clusters, "align_weight": weight}
-        return {
-            k: message.replace({CONSENSUS: common, OWN: {"round": torch.tensor(rounds.get(k, -1))}})
-            for k, message in messages.items()
-        }
+    # -- where the server sees sums: methods/fedharmony_sums.py -----------------------------------
 
     def received(self, view: ClientView, message: Record) -> Record:
         """The message with R*_k: the client takes its own terms out of the sums of everybody."""
-        if CONSENSUS not in message.groups:
-            return message
-        common = message.get(CONSENSUS)
-        table, now = self.table(Record({FOLDED: common})), int(common["round"]) + 1
-        own = {} if self.task.private else _own_terms(view, message)
-        matrix, known = table.others(own, view.examples, now, torch.float32)
-        names = {"clusters": common["clusters"], "weight": common["align_weight"]}
-        groups = {g: t for g, t in message.groups.items() if g not in (CONSENSUS, OWN)}
-        teacher = {"matrix": matrix, "known": known, **names}
-        return Record({**groups, TEACHER: teacher}, message.scalars)
+        return sums.received(self, view, message)
 
     def remember(self, round: int, reply: Record) -> Tensors:
         """R_k and p̂_k: only the client itself can take them out of the sums again."""
@@ -570,81 +514,9 @@ class FedHarmony(Method):
 
     def share(self, round: int, view: ClientView, message: Record, reply: Reply) -> Record:
         """``n θ``, the terms of R_k and, while quality counts, ``q θ`` with the client's own q."""
-        share, personal = super().share(round, view, message, reply), self.received(view, message)
-        upload, examples = reply.record.get(CORRELATION), reply.examples
-        if CORRELATION not in reply.record.groups:
-            return share
-        # Terms that were cut cannot be taken out again; they fade.
-        once = self.task.private or self.config.memory == "last_cohort"
-        before = {} if once else _own_terms(view, message)
-        terms = self.table(Record()).share(upload, before, examples, round)
-        share = share.replace({CORRELATION: terms})
-        if TEACHER not in personal.groups:
-            return share
-        misfit = self.misfits([reply], {reply.client: personal})
-        enough = examples >= max(1, self.config.quality_min_examples)
-        trusted, s = float(bool(misfit.compared) and enough), float(misfit.values)
-        numbers = {"trusted": trusted, "rest": 1 - trusted, "misfit": trusted * s}
-        models: dict[str, Mapping[str, Tensor]] = {}
-        if self.alpha(round) < 1:
-            numbers["quality"] = q = trusted * math.exp(-float(self.config.temperature) * s)
-            for group in (PARAMS, BUFFERS):
-                models[QUALITY + group] = scaled(reply.record.get(group), q)
-                models[REST + group] = scaled(reply.record.get(group), 1 - trusted)
-        made = {name: torch.tensor(value).double() for name, value in numbers.items()}
-        return share.replace({**models, NUMBERS: {**share.get(NUMBERS), **made}})
-
-    def _aggregate_sums(
-        self, state: Record, round: int, sent: Mapping[int, Record], replies: Iterator[Reply]
-    ) -> Outcome:
-        """The same model, and the same consensus, from sums over the cohort."""
-        pool = next(replies, None)
-        if pool is None:
-            return Outcome(state)
-        record, numbers = pool.record, pool.record.get(NUMBERS)
-        taught = any(CONSENSUS in message.groups for message in sent.values())
-        alpha = self.alpha(round) if taught else 1.0
-        log, model = {"alpha": alpha}, self.model_mean(state)
-        model.add(record if alpha == 1.0 else self._by_quality(record, state, alpha), 1.0)
-        if taught:
-            log["align_weight"] = self.align_weight(round)
-            if trusted := float(numbers.get("trusted", 0.0)):
-                log["discrepancy"] = float(numbers["misfit"]) / trusted
-        table = self.table(state)
-        noise = float(record.scalars.get(f"noise {CORRELATION}", 0.0))
-        table.add_shares(record.get(CORRELATION), round, noise)
-        rounds = {} if table.last_only else _rounds(state)
-        rounds |= dict.fromkeys(pool.clients, round)
-        members = {
-            "client": torch.tensor(sorted(rounds)),
-            "round": torch.tensor([rounds[k] for k in sorted(rounds)]),
-        }
-        state = model.update(state).replace({FOLDED: table.folded, MEMBERS: members})
-        state, agreement = self._keep_clusters(state, sent, CONSENSUS)
-        return Outcome(state, {}, {**log, **agreement})
-
-    def _by_quality(self, sums: Record, state: Record, alpha: float) -> Record:
-        """``θ = α Σ n θ / Σ n + (1 − α) Σ q θ / Σ q``.
-
-        Who is not trusted has ``q = exp(−γ s̄)`` with the mean s̄ of the others. Where all qualities
-        are too small for float64, size decides.
-        """
-        numbers = {name: float(value) for name, value in sums.get(NUMBERS).items()}
-        level = numbers["misfit"] / max(1.0, numbers["trusted"])
-        rest = math.exp(-float(self.config.temperature) * level)
-        total = numbers["quality"] + rest * numbers["rest"]
-        if not total:
-            return sums
-        groups = {}
-        for group in (PARAMS, BUFFERS):
-            by_quality, others = sums.get(QUALITY + group), sums.get(REST + group)
-            mixed = {
-                name: alpha * by_size.double()
-                + (1 - alpha) * (by_quality[name] + rest * others[name]) / total
-                for name, by_size in sums.get(group).items()
-            }
-            groups[group] = typed(mixed, state.get(group))
-        return Record(groups)
+        return sums.share(
+            self, super().share(round, view, message, reply), round, view, message, reply
+        )
 
     # -- Eq. (9), (10): aggregation by size and quality --------------------------------------------
 
@@ -735,7 +607,7 @@ class FedHarmony(Method):
     ) -> Outcome:
         """``θ ← Σ_k ω_k θ_k`` with ``ω_k = α_t n̄_k + (1 − α_t) q̄_k``; then remember R_k."""
         if self.task.sums:
-            return self._aggregate_sums(state, round, sent, replies)
+            return sums.aggregate(self, state, round, sent, replies)
         taught = any(TEACHER in message.groups for message in sent.values())
         alpha = self.alpha(round) if taught else 1.0
         model, heard = self.model_mean(state), []
@@ -764,10 +636,10 @@ class FedHarmony(Method):
             log["align_weight"] = self.align_weight(round)
         if compared := misfits.values[misfits.compared].tolist():
             log["discrepancy"] = sum(compared) / len(compared)
-        state, agreement = self._keep_clusters(state, sent)
+        state, agreement = self.keep_clusters(state, sent)
         return Outcome(state, weights, {**log, **agreement})
 
-    def _keep_clusters(
+    def keep_clusters(
         self, state: Record, sent: Mapping[int, Record], group: str = TEACHER
     ) -> tuple[Record, dict[str, float]]:
         """Store the round's clusters; how far they agree with the last ones (adjusted Rand)."""
@@ -788,21 +660,3 @@ class FedHarmony(Method):
         ids = state.get(CLUSTERS).get("ids")
         ids = self.clusters(matrix, self.task.rounds) if ids is None else ids
         return {"consensus": matrix.float(), "consensus_known": known, "clusters": ids}
-
-
-def _rounds(state: Record) -> dict[int, int]:
-    """Whose terms the sums hold: the round of each client's."""
-    members = state.get(MEMBERS)
-    if not members:
-        return {}
-    return dict(zip(members["client"].tolist(), members["round"].tolist(), strict=True))
-
-
-def _own_terms(view: ClientView, message: Record) -> Mapping[str, Tensor]:
-    """What a client told last, if that is what the sums hold of it; else nothing.
-
-    A client whose last reply was lost remembers other terms than the sums may hold.
-    """
-    held = message.get(OWN).get("round", torch.tensor(-1))
-    mine = "round" in view.memory and int(view.memory["round"]) == int(held)
-    return view.memory if mine else {}
