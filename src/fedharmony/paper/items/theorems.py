@@ -152,7 +152,7 @@ class Theorem2(Theorem):
             tuple(cells),
             "Printed: f_blk + ‖Γ_out ∘ R*‖². Corrected: f_blk + ‖Γ_out ∘ (R(0) − R*)‖², since "
             "descent on f_blk never moves entries outside of blocks. The second term is a summand, "
-            "not an upper bound.",
+            "no bound from above.",
         )
         why = (
             "the printed identity holds where the start is zero outside of blocks and fails "
