@@ -428,7 +428,11 @@ def test_data_that_cannot_be_read(
         ("voc2007", ["data.path=nowhere"], ["no file or folder nowhere", "VOCtest_06-Nov-2007"]),
         ("voc2012", ["data.path=DATA"], ["there is VOC2007", 'data.year = "2007"']),
         ("voc2007", ["data.path=DATA", "data.yeer=1"], ["data.yeer", "Did you mean 'year'"]),
-        ("voc2007", ["data.name=imagenet"], ["no dataset 'imagenet'", "flair, sites, synthetic_users, table, voc"]),
+        (
+            "voc2007",
+            ["data.name=imagenet"],
+            ["no dataset 'imagenet'", "flair, sites, synthetic_users, table, voc"],
+        ),
         ("voc2007", ["data.path=DATA", "split.clients=25"], ["24 images among 25 clients"]),
         (
             "voc2007",
