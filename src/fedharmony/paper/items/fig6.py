@@ -23,7 +23,7 @@ class Fig6(Item):
     """Metrics over the concentration γ."""
 
     place = 90
-    title = "Fig. 6: label skew γ"
+    title = "Fig. 6: label skew"
     claim = (
         "From γ = 1.0 down to 0.25 FedHarmony keeps its mAP, OF1, CP and CR nearly unchanged, "
         "while all other methods lose quickly. (Drawn for COCO-80 and VOC2007; no numbers.)"
