@@ -12,6 +12,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Annotated
 
 import typer
+from rich import box
 from rich.table import Table
 from rich.text import Text
 
@@ -109,17 +110,20 @@ def _list(every: Sequence[Item], scale: Scale, home: Path) -> None:
     from fedharmony.paper.scale import SCALES
 
     jobs = _jobs(scale, home, None, None, None, 1)
-    table = Table(box=None, pad_edge=False, show_lines=True)
-    for heading in ("item", "the paper says", *SCALES, f"in {home}"):
-        table.add_column(heading)
+    table = Table(box=box.HORIZONTALS, pad_edge=False, show_lines=True)
+    table.add_column("item", no_wrap=True)
+    table.add_column("the paper says", ratio=1)
+    table.add_column("takes about", no_wrap=True)
+    table.add_column("here", no_wrap=True)
     for item in every:
-        times = [duration(seconds(item, one)) for one in SCALES.values()]
+        times = [f"{n}: {duration(seconds(item, one))}" for n, one in SCALES.items()]
         fitting = [job for job in jobs if concerns(item, job.study)]
         done = [job.found(item) is not None for job in fitting]
         state = "done" if all(done) else f"{sum(done)} of {len(done)}" if any(done) else "–"
-        table.add_row(Text(item.name, "bold"), item.claim, *times, state)
+        table.add_row(Text(item.name, "bold"), item.claim, "\n".join(times), state)
     screen = console()
     screen.print(table)
+    screen.print(f"here: in {home}.")
     for one in SCALES.values():
         needs = "; ".join(f"{s.name}: {s.needs}" for s in one.studies if s.needs) or "no data"
         screen.print(f"{one.name}: {needs}. Times: about, on {one.machine}, without shared runs.")
