@@ -11,6 +11,7 @@ import typer
 from rich.table import Table
 
 from fedharmony.cli_data import usable
+from fedharmony.cli_options import ConfigArgument, Overrides
 from fedharmony.errors import ConfigError, Stopped
 from fedharmony.report.progress import Progress
 from fedharmony.terminal import console, say
@@ -133,12 +134,8 @@ def status(
 
 @flower_app.command()
 def run(
-    config: Annotated[
-        str, typer.Argument(metavar="CONFIG", help="TOML file, or the name of a built-in one.")
-    ],
-    overrides: Annotated[
-        list[str] | None, typer.Argument(metavar="[KEY=VALUE | CONFIG]...", help="As for `run`.")
-    ] = None,
+    config: ConfigArgument,
+    overrides: Overrides = None,
     *,
     out: Annotated[
         Path, typer.Option("--out", "-o", callback=usable, help="Folder for what the run writes.")
@@ -191,12 +188,8 @@ def resume(
 
 @flower_app.command()
 def simulate(
-    config: Annotated[
-        str, typer.Argument(metavar="CONFIG", help="TOML file, or the name of a built-in one.")
-    ],
-    overrides: Annotated[
-        list[str] | None, typer.Argument(metavar="[KEY=VALUE | CONFIG]...", help="As for `run`.")
-    ] = None,
+    config: ConfigArgument,
+    overrides: Overrides = None,
     *,
     out: Annotated[
         Path, typer.Option("--out", "-o", callback=usable, help="Folder for what the run writes.")

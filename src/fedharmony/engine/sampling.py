@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from abc import abstractmethod
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Literal, overload
@@ -29,8 +30,32 @@ def cohort_size(clients: int, participation: float, cohort: int | None) -> int:
     return cohort
 
 
+class Cohorts(Sequence[list[int]]):
+    """The cohort of each round, drawn when it is asked for."""
+
+    rounds: int
+
+    def __len__(self) -> int:
+        return self.rounds
+
+    @overload
+    def __getitem__(self, round: int) -> list[int]: ...
+    @overload
+    def __getitem__(self, round: slice) -> list[list[int]]: ...
+    def __getitem__(self, round: int | slice) -> list[int] | list[list[int]]:
+        if isinstance(round, slice):
+            return [self.draw(t) for t in range(*round.indices(self.rounds))]
+        if not 0 <= round < self.rounds:
+            raise IndexError(round)
+        return self.draw(round)
+
+    @abstractmethod
+    def draw(self, round: int) -> list[int]:
+        """The clients that take part in a round."""
+
+
 @dataclass(frozen=True)
-class Schedule(Sequence[list[int]]):
+class Schedule(Cohorts):
     """The cohorts of all rounds, each sorted and drawn when it is asked for.
 
     A round has a generator of its own: when its cohort is drawn, and which others were, changes no
@@ -67,19 +92,8 @@ class Schedule(Sequence[list[int]]):
     def _eligible(self) -> list[int]:
         return sorted(k for k, size in self.sizes.items() if size > 0)
 
-    def __len__(self) -> int:
-        return self.rounds
-
-    @overload
-    def __getitem__(self, round: int) -> list[int]: ...
-    @overload
-    def __getitem__(self, round: slice) -> list[list[int]]: ...
-    def __getitem__(self, round: int | slice) -> list[int] | list[list[int]]:
+    def draw(self, round: int) -> list[int]:
         """The cohort of a round."""
-        if isinstance(round, slice):
-            return [self[t] for t in range(*round.indices(self.rounds))]
-        if not 0 <= round < self.rounds:
-            raise IndexError(round)
         eligible = self._eligible()
         counts = np.asarray([self.sizes[k] for k in eligible], dtype=np.float64)
         chance = counts / counts.sum() if self.sampling == "size" else None

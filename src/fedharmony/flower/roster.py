@@ -11,10 +11,10 @@ import logging
 import time
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import asdict, dataclass, field
-from typing import Any, overload
+from typing import Any
 
 from fedharmony.engine.federation import FederationSettings
-from fedharmony.engine.sampling import Schedule, cohort_size
+from fedharmony.engine.sampling import Cohorts, Schedule, cohort_size
 from fedharmony.errors import ClientLimitError, TransportError
 from fedharmony.experiments.blueprint import refuse_small_cohort
 from fedharmony.flower.post import Post, collect, pause
@@ -245,7 +245,7 @@ def _enrolled(who: str, words: Mapping[str, Any]) -> tuple[str, Enrolled]:
 
 
 @dataclass(frozen=True)
-class Calls(Sequence[list[int]]):
+class Calls(Cohorts):
     """The cohort of each round, drawn when it begins of the sites that are online.
 
     While all sites of a run are online from the first round on, these are the cohorts of the
@@ -264,19 +264,8 @@ class Calls(Sequence[list[int]]):
     rounds: int
     seed: int
 
-    def __len__(self) -> int:
-        return self.rounds
-
-    @overload
-    def __getitem__(self, round: int) -> list[int]: ...
-    @overload
-    def __getitem__(self, round: slice) -> list[list[int]]: ...
-    def __getitem__(self, round: int | slice) -> list[int] | list[list[int]]:
+    def draw(self, round: int) -> list[int]:
         """The cohort of a round, which begins now."""
-        if isinstance(round, slice):
-            return [self[t] for t in range(*round.indices(self.rounds))]
-        if not 0 <= round < self.rounds:
-            raise IndexError(round)
         here, sizes, wanted = self.roster.begin(round), self.roster.sizes, self.settings
         share = cohort_size(len(sizes), wanted.participation, None)
         if wanted.sampling == "poisson":
