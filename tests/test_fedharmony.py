@@ -904,7 +904,7 @@ VARIANTS: list[Mapping[str, Any]] = [
     {"distance": "cosine"},
     {"denominator_grad": False},
     {"align_unseen": "mask"},
-    *({"consensus": c} for c in ("mean", "size", "support_trimmed", "median", "trimmed", "pooled")),
+    *({"consensus": c} for c in ("mean", "size", "support", "median", "trimmed", "pooled")),
     {"memory": "last_cohort"},
     {"teacher": "this_round"},
     {"cold_start": "labels"},

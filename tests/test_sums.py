@@ -42,7 +42,12 @@ from toy import Toy, largest_difference, same_bits, toy_data
 
 SUMS = FederationSettings(server_sees="sums")
 SIZES = (20, 7, 2, 13, 19, 11)
-HARMONY: dict[str, Any] = {"temperature": 2.0, "align_weight": 2.0, "horizon": 3}
+HARMONY: dict[str, Any] = {
+    "temperature": 2.0,
+    "align_weight": 2.0,
+    "horizon": 3,
+    "consensus": "support",
+}
 #: Methods that can work on sums, and settings with which they do.
 ABLE: dict[str, dict[str, Any]] = {
     "fedavg": {},

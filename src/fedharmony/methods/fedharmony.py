@@ -150,7 +150,8 @@ class FedHarmony(Method):
                 that there is something to know.
             neutral: keep the alignment from making scores bolder or more timid: its gradient may
                 reorder the images of a label, but neither shift nor stretch their outputs.
-            consensus: the operator A.
+            consensus: the operator A; none means "support_trimmed", which bears liars, and "support"
+                where the server sees sums only.
             kappa: "support", "support_trimmed": a client counts n²/(n + kappa).
             min_examples: likewise: clients with fewer images do not teach.
             min_support: likewise: a label counts on a client when p̂ ≥ max(min_support, 1/(2n)).
@@ -205,7 +206,7 @@ class FedHarmony(Method):
         align_unseen: Literal["include", "mask", "only"] = "include"
         least_teacher: Annotated[float, Ge(0), Lt(1)] = 0.0
         neutral: bool = False
-        consensus: OperatorName = "support"
+        consensus: OperatorName | None = None
         kappa: Annotated[float, Ge(0)] = 10.0
         min_examples: Annotated[int, Ge(0)] = 5
         min_support: Annotated[float, Ge(0), Le(1)] = 1e-3
@@ -284,9 +285,10 @@ class FedHarmony(Method):
                 f"{needed / 1e9:.0f} GB, more than a quarter of this machine's memory. Use fewer "
                 "labels, or another method."
             )
-        if task.unknown_labels and config.consensus not in BY_ENTRY:
+        consensus = config.consensus or ("support" if task.sums else "support_trimmed")
+        if task.unknown_labels and consensus not in BY_ENTRY:
             raise ConfigError(
-                f"methods.fedharmony.consensus = {config.consensus!r} cannot leave out what a "
+                f"methods.fedharmony.consensus = {consensus!r} cannot leave out what a "
                 "client does not know, and some labels of the training images are unknown. Use "
                 f"one of {', '.join(BY_ENTRY)}."
             )
@@ -310,7 +312,7 @@ class FedHarmony(Method):
             reduction=config.reduction,
         )
         self.operator = Operator(
-            config.consensus,
+            consensus,
             kappa=config.kappa,
             min_examples=config.min_examples,
             min_support=config.min_support,

@@ -32,7 +32,7 @@ QUALITY, REST = "quality_", "rest_"  # share: models by q_k, and those whose s_k
 
 def refusal(config: FedHarmony.Config) -> str:
     """The settings that need matrices, or misfits, of single clients on the server."""
-    if config.consensus not in WEIGHTED:
+    if config.consensus not in (None, *WEIGHTED):
         return (
             f"methods.fedharmony.consensus = {config.consensus!r} sorts the values of single "
             f"clients. Use one of {', '.join(WEIGHTED)}"

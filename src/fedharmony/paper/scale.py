@@ -167,6 +167,7 @@ SMALL = Scale(
             "voc2012_tiny",
             "VOC2007",
             needs="VOCtrainval_11-May-2012.tar or its folder; weights of ViT-Ti",
+            changes=("run.eval_every=6",),
             gamma="0.1",
             gammas=("0.1", "0.25", "0.5", "1.0"),
             share="0.2",
