@@ -2,7 +2,7 @@
 
     python benchmarks/attacks.py [CONFIG] [section.key=value ...] [--methods fedavg,fedharmony]
         [--attacks sign_flip,...] [--shares 0.1,0.3] [--defences none,same_direction,...]
-        [--seeds 0] [--name NAME]
+        [--seeds 0] [--jobs 1] [--name NAME]
 
 A defence is a rule of ``federation.robust``; behind a colon its ``robust_bad`` (of "norm_bound" and
 "same_direction" its ``robust_bound``). "head_sums" and what it is compared with start from a
@@ -17,9 +17,12 @@ from __future__ import annotations
 
 import argparse
 import json
+import multiprocessing
 import statistics
+import sys
 import time
 from collections.abc import Iterable, Sequence
+from concurrent.futures import ProcessPoolExecutor, as_completed
 from dataclasses import asdict, dataclass, replace
 from pathlib import Path
 from typing import Any
@@ -33,7 +36,7 @@ from fedharmony.errors import ClientLimitError
 from fedharmony.experiments.build import assemble
 from fedharmony.experiments.evaluate import evaluate
 from fedharmony.experiments.machine import switch_torch
-from fedharmony.experiments.settings import Settings, load_settings
+from fedharmony.experiments.settings import load_settings
 from fedharmony.methods.fedharmony import FedHarmony
 
 MODEL = "not_a_number,sign_flip,scale,noise,free_rider,label_flip,label_off,size"
@@ -62,6 +65,11 @@ class Cell:
         if self.solved_head:
             found.append("federation.head_start=closed_form")
         return found
+
+    @property
+    def hopeless(self) -> bool:
+        """Whether the attack has nothing to lie about."""
+        return self.attack.startswith("correlation") and not self.method.startswith("fedharmony")
 
     def without_lies(self) -> Cell:
         """What this cell is compared with."""
@@ -104,24 +112,23 @@ def ranked(bad: Tensor, good: Tensor) -> float:
 
 
 class Runs:
-    """Carries out the runs of cells, each once."""
+    """Carries out the runs of cells; one for each process that takes part.
+
+    >>> runs = Runs("demo", [], [0, 1])
+    >>> cell = Cell("fedavg", "none", "none", 0.0, False)
+    >>> runs.found |= {(cell, 0): (40.0, None), (cell, 1): (44.0, None)}
+    >>> runs.text(cell)
+    '42.0'
+    """
 
     def __init__(self, config: str, changes: Sequence[str], seeds: Sequence[int]) -> None:
         self.config, self.fixed, self.seeds = config, changes, seeds
-        self.found: dict[Cell, tuple[float, float | None]] = {}
+        self.found: dict[tuple[Cell, int], tuple[float, float | None]] = {}
         self._data: DataSet | None = None
 
-    def __getitem__(self, cell: Cell) -> tuple[float, float | None]:
-        """The mean of mAP over seeds, and of the ROC areas of misfits."""
-        if cell not in self.found:
-            settings = load_settings(self.config, [*self.fixed, *cell.changes()])
-            results = [self._run(settings.with_run(seed=seed)) for seed in self.seeds]
-            areas = [area for _, area in results if area is not None]
-            mean = statistics.mean(value for value, _ in results)
-            self.found[cell] = mean, statistics.mean(areas) if areas else None
-        return self.found[cell]
-
-    def _run(self, settings: Settings) -> tuple[float, float | None]:
+    def run(self, cell: Cell, seed: int) -> tuple[float, float | None]:
+        """mAP, and the ROC area of misfits."""
+        settings = load_settings(self.config, [*self.fixed, *cell.changes()]).with_run(seed=seed)
         switch_torch(settings.engine)
         assembly = assemble(settings, data=self._data)
         self._data = assembly.loaded
@@ -134,15 +141,45 @@ class Runs:
         found = evaluate(assembly, state).metrics.as_dict()["mAP"]
         return 100 * float(found or 0), misfits.area(assembly.attack.liars)
 
+    def carry_out(self, cells: Sequence[Cell], jobs: int) -> None:
+        """Run every cell with every seed, several at once."""
+        work = [(cell, seed) for cell in dict.fromkeys(cells) for seed in self.seeds]
+        start = (self.config, self.fixed, self.seeds)
+        spawn = multiprocessing.get_context("spawn")
+        with ProcessPoolExecutor(jobs, spawn, _begin, start) as pool:
+            waiting = {pool.submit(_run, *job): job for job in work}
+            for i, done in enumerate(as_completed(waiting), 1):
+                cell, seed = waiting[done]
+                self.found[cell, seed] = value, _ = done.result()
+                print(f"{i}/{len(work)} {cell} seed {seed}: {value:.1f}", file=sys.stderr)
+
+    def mean(self, cell: Cell) -> tuple[float, float | None]:
+        """Means over seeds of mAP and of the ROC areas."""
+        values, areas = zip(*(self.found[cell, seed] for seed in self.seeds), strict=True)
+        known = [area for area in areas if area is not None]
+        return statistics.mean(values), statistics.mean(known) if known else None
+
     def text(self, cell: Cell) -> str:
         """A cell of the table."""
-        if cell.attack.startswith("correlation") and not cell.method.startswith("fedharmony"):
+        if cell.hopeless:
             return "–"
-        value, area = self[cell]
+        value, area = self.mean(cell)
         text = f"{value:.1f}"
         if cell.share:
-            text += f" ({value - self[cell.without_lies()][0]:+.1f})"
+            text += f" ({value - self.mean(cell.without_lies())[0]:+.1f})"
         return text if area is None else f"{text} [{area:.2f}]"
+
+
+_here: Runs
+
+
+def _begin(config: str, changes: Sequence[str], seeds: Sequence[int]) -> None:
+    global _here
+    _here = Runs(config, changes, seeds)
+
+
+def _run(cell: Cell, seed: int) -> tuple[float, float | None]:
+    return _here.run(cell, seed)
 
 
 def main() -> None:
@@ -154,19 +191,26 @@ def main() -> None:
     parser.add_argument("--shares", default="0.1,0.3")
     parser.add_argument("--defences", default="none,same_direction")
     parser.add_argument("--seeds", default="0")
+    parser.add_argument("--jobs", type=int, default=1)
     parser.add_argument("--name")
     parser.add_argument("--out", type=Path, default=Path(__file__).parent / "results")
     options = parser.parse_args()
     began, seeds = time.perf_counter(), [int(seed) for seed in options.seeds.split(",")]
     runs = Runs(options.config, options.changes, seeds)
     columns = [(m, float(s)) for m in options.methods.split(",") for s in options.shares.split(",")]
-    for defence in options.defences.split(","):
+
+    def row(defence: str, attack: str) -> list[Cell]:
+        solved, lies = attack == "head_sums", attack != "none"
+        return [Cell(m, defence, attack, s if lies else 0.0, solved) for m, s in columns]
+
+    attacks, defences = ["none", *options.attacks.split(",")], options.defences.split(",")
+    every = [c for d in defences for a in attacks for c in row(d, a) if not c.hopeless]
+    runs.carry_out([*every, *(cell.without_lies() for cell in every)], options.jobs)
+    for defence in defences:
         head = " | ".join(f"{method} {100 * share:g} %" for method, share in columns)
-        print(f"\n| {defence} | {head} |\n| --- |{' --: |' * len(columns)}", flush=True)
-        for attack in ["none", *options.attacks.split(",")]:
-            solved, lies = attack == "head_sums", attack != "none"
-            cells = [Cell(m, defence, attack, s if lies else 0.0, solved) for m, s in columns]
-            print(f"| {attack} | {' | '.join(map(runs.text, cells))} |", flush=True)
+        print(f"\n| {defence} | {head} |\n| --- |{' --: |' * len(columns)}")
+        for attack in attacks:
+            print(f"| {attack} | {' | '.join(map(runs.text, row(defence, attack)))} |")
     print(f"\n{time.perf_counter() - began:.0f} s")
     options.out.mkdir(exist_ok=True)
     file = options.out / "attacks.json"
@@ -174,7 +218,10 @@ def main() -> None:
     kept[options.name or options.config] = {
         "changes": [c for c in options.changes if "/" not in c],
         "seeds": seeds,
-        "cells": [{**asdict(c), "mAP": v, "area": a} for c, (v, a) in runs.found.items()],
+        "cells": [
+            {**asdict(cell), "seed": seed, "mAP": value, "area": area}
+            for (cell, seed), (value, area) in runs.found.items()
+        ],
     }
     file.write_text(json.dumps(kept, indent=1) + "\n")
 

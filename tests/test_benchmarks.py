@@ -135,18 +135,15 @@ def test_the_soak_runs_fresh_processes(tmp_path: Path) -> None:
     assert row["fast"] <= row["limit"]
 
 
-def test_the_benchmark_of_attacks_measures_what_lies_cost(tmp_path: Path) -> None:
-    """Two runs of one round; the ROC area by hand: of 6 pairs 3 are in order, and one is even."""
-    sys.path.insert(0, str(BENCHMARKS))
-    try:
-        attacks = importlib.import_module("attacks")
-    finally:
-        sys.path.remove(str(BENCHMARKS))
+def test_the_benchmark_of_attacks_measures_what_lies_cost(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Runs of one round; the ROC area by hand: of 6 pairs 3 are in order, and one is even."""
+    monkeypatch.syspath_prepend(BENCHMARKS)  # spawned processes take it over
+    attacks = importlib.import_module("attacks")
     assert attacks.ranked(torch.tensor([3.0, 2.0, 0.5]), torch.tensor([1.0, 2.0])) == 3.5 / 6
     small = ["data.train=100", "data.test=30", "run.rounds=1", "train.epochs=1", "split.clients=6"]
     runs = attacks.Runs("demo", [*small, "model.width=16", "model.depth=1"], [0])
     cell = attacks.Cell("fedavg", "same_direction:3", "sign_flip", 0.3, False)
-    text = runs.text(cell)
-    (lied, _), (plain, _) = runs[cell], runs[cell.without_lies()]
-    assert text == f"{lied:.1f} ({lied - plain:+.1f})"
+    runs.carry_out([cell, cell.without_lies(), cell], jobs=1)
     assert len(runs.found) == 2
+    (lied, _), (plain, _) = runs.found[cell, 0], runs.found[cell.without_lies(), 0]
+    assert runs.text(cell) == f"{lied:.1f} ({lied - plain:+.1f})"

@@ -150,8 +150,8 @@ class FedHarmony(Method):
                 that there is something to know.
             neutral: keep the alignment from making scores bolder or more timid: its gradient may
                 reorder the images of a label, but neither shift nor stretch their outputs.
-            consensus: the operator A; none means "support_trimmed", which bears liars, and "support"
-                where the server sees sums only.
+            consensus: the operator A; none means "support_trimmed", which bears liars, and
+                "support" where the server sees sums only.
             kappa: "support", "support_trimmed": a client counts n²/(n + kappa).
             min_examples: likewise: clients with fewer images do not teach.
             min_support: likewise: a label counts on a client when p̂ ≥ max(min_support, 1/(2n)).
