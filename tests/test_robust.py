@@ -126,25 +126,42 @@ def test_the_geometric_median_by_hand():
 
 
 def test_the_same_direction_by_hand():
-    """Directions (1, 0) twice, (0.6, 0.8), (−1, 0), and an update of zero. Cosines of the first
-    with all: 1, 1, 0.6, −1, 0, so its score is 0.6; likewise the second's and, of 0.6, 0.6, 1,
-    −0.6, 0, the third's. The fourth has −0.6, the last 0; the median is 0.6, and the first three
-    are kept. Lengths 2, 4 and 5: the third is cut to 4. (2 + 4 + 2.4)/3 = 2.8, and 3.2/3.
+    """Directions a = b = (1, 0), c = (0.6, 0.8), d = (−1, 0), and an update e of zero.
+
+    Cosines: ab 1, ac and bc 0.6, those with e 0, those with d below. So a, b and c are joined
+    first; inside their mean is 2.2/3, and d and e, with −0.65 and 0, are left out. Of the three,
+    {a, b} and {c}: 0.6 between them is more than half of 1, so all are kept. Lengths 2, 4 and 5:
+    the third is cut to 4. (2 + 4 + 2.4)/3 = 2.8, and 3.2/3.
     """
     models = [model(2, 0), model(4, 0), model(3, 4), model(-9, 0), model(0, 0)]
     found = averaged("same_direction", models, [1] * 5, bound=1)
     assert found == pytest.approx([2.8, 3.2 / 3])
 
 
-def test_liars_that_agree_are_still_a_minority():
-    """Nine honest updates, 60° from each other's mean at random, against six that say the same."""
-    honest, _ = draws(9, 50, 0)
-    honest = honest / honest.norm(dim=1, keepdim=True) + 0.8 * torch.eye(50, dtype=F64)[0]
-    liars = -torch.eye(50, dtype=F64)[:1].expand(6, 50)
-    updates = torch.cat([honest, liars])
-    kept = same_direction(updates @ updates.mT, torch.ones(15, dtype=F64))
-    assert kept[:9].sum() >= 7
-    assert not kept[9:].any()
+def test_half_of_the_mean_cosine_decides_about_a_minority():
+    """{a, b, c} have cosines of 1; d has 0.51, then 0.49 with them; of 2 and 2 nobody is left."""
+    for cosine, kept in [(0.51, [1, 1, 1, 1]), (0.49, [1, 1, 1, 0])]:
+        sine = (1 - cosine**2) ** 0.5
+        updates = torch.tensor([[1.0, 0], [2, 0], [1, 0], [cosine, sine]], dtype=F64)
+        assert same_direction(updates @ updates.mT).tolist() == kept
+    even = torch.tensor([[1.0, 0], [1, 0], [-1, 0], [-1, 0]], dtype=F64)
+    assert same_direction(even @ even.mT).tolist() == [1, 1, 1, 1]
+
+
+@pytest.mark.parametrize("lie", [-1.0, 0.0])
+def test_liars_that_agree_are_still_a_minority(lie: float):
+    """Nine honest updates with cosines of 0.4, against six that say the same, which is the opposite
+    or has nothing to do with it; they agree among themselves more than the honest ones do."""
+    honest, other = draws(9, 500, 0)[0], torch.eye(500, dtype=F64)
+    honest = honest / honest.norm(dim=1, keepdim=True) + 0.8 * other[0]
+    updates = torch.cat([honest, (lie * other[0] + (1 + lie) * other[1]).expand(6, 500)])
+    assert same_direction(updates @ updates.mT).tolist() == [1] * 9 + [0] * 6
+
+
+def test_without_liars_nobody_is_left_out():
+    honest = draws(15, 500, 1)[0]
+    honest = honest / honest.norm(dim=1, keepdim=True) + 0.5 * torch.eye(500, dtype=F64)[0]
+    assert same_direction(honest @ honest.mT).all()
 
 
 def test_nobody_moved_keeps_the_model():

@@ -18,9 +18,9 @@ u_k = θ_k − θ is a client's update, w_k the weight that the method gives it.
 Norm bound: Sun et al., 2019 (arXiv 1911.07963). Median, trimmed mean: Yin et al., ICML 2018 (arXiv
 1803.01498). Geometric median: Pillutla et al., 2022 (arXiv 1912.13445). Multi-Krum: Blanchard et
 al., NeurIPS 2017; it chooses clients without looking at weights, and averages the chosen with them.
-The last rule is ours: honest updates of skewed clients differ in many ways, but all point downhill.
-FLTrust (Cao et al., NDSS 2021) compares directions, too, with an update that the server makes from
-data of its own; here clients are compared with each other.
+The last rule parts a cohort in two by the cosines of its updates, as Sattler et al. (ICASSP 2020)
+and FLAME (Nguyen et al., USENIX Security 2022) do: honest updates of skewed clients differ in many
+ways, but all point downhill. When the smaller part is left out is our choice.
 
 A weight is a claim, too: under every rule but "none" no client weighs more than ``cap`` times the
 median of its cohort.
@@ -40,6 +40,8 @@ from dataclasses import dataclass
 from typing import Literal, TypeAlias
 
 import torch
+from scipy.cluster.hierarchy import fcluster, linkage
+from scipy.spatial.distance import squareform
 from torch import Tensor
 
 from fedharmony.aggregate import ModelMean
@@ -62,8 +64,6 @@ ROBUST = "robust"  # state, "norm_bound": lengths of the last updates
 REMEMBERED = 200
 #: Weiszfeld's iteration ends when no share moves by more than this, or after so many steps.
 STILL, STEPS = 1e-9, 200
-#: "same_direction": how often clients are chosen over.
-CHOICES = 10
 #: Shares that add up to one half within this are taken for one half.
 ROUNDING = 1e-9
 
@@ -150,7 +150,7 @@ class RobustMean(ModelMean):
             self._lengths = torch.cat([past, lengths])
             return all_of_it, bounded(lengths, self.robust.bound * median(self._lengths))
         if self.robust.rule == "same_direction":
-            kept = same_direction(gram, weights)
+            kept = same_direction(gram)
             return kept, bounded(lengths, self.robust.bound * median(lengths[kept > 0]))
         if self.robust.rule == "multi_krum":
             return krum(gram, math.ceil(self.robust.bad * len(gram))), all_of_it
@@ -276,28 +276,33 @@ def krum(gram: Tensor, bad: int) -> Tensor:
     return chosen
 
 
-def same_direction(gram: Tensor, weights: Tensor) -> Tensor:
+def same_direction(gram: Tensor) -> Tensor:
     """1 for clients whose update points the way of most others, else 0.
 
-    A client's score is the weighted median of the cosines between its update and those of the kept
-    ones, its own included: liars that all say the same are still a minority. Kept is who has at
-    least half of the median score; first all are kept, then it is done over until nothing changes.
-    If nobody agrees with most, everybody is kept.
+    Clients are joined by the mean cosine between their updates (average linkage) until two groups
+    are left. The smaller one is left out if the mean cosine between the groups is less than half
+    of that inside the larger; then once more with those that are kept. Weights do not count: what
+    a client claims to have does not give it a voice here.
 
     >>> updates = torch.tensor([[2.0, 1], [1, 0], [1, 1], [-1, -1], [0, 0]])
-    >>> same_direction(updates @ updates.mT, torch.ones(5))
+    >>> same_direction(updates @ updates.mT)
     tensor([1., 1., 1., 0., 0.])
     """
     lengths = gram.diagonal().sqrt()
     scale = torch.where(lengths > 0, 1 / lengths, 0.0)
-    cosines = gram * scale * scale[:, None]
-    kept = torch.ones_like(weights)
-    for _ in range(CHOICES):
-        score = trimmed(cosines, weights * kept, 0.5)
-        before, kept = kept, (score > max(0.0, median(score) / 2)).to(weights)
-        if torch.equal(before, kept) or not kept.any():
+    cosines, kept = gram * scale * scale[:, None], torch.arange(len(gram))
+    while len(kept) > 2:
+        own = cosines[kept][:, kept]
+        apart = (1 - own).clamp(min=0).numpy()  # 1 − 1 may be a little less than nothing
+        tree = linkage(squareform(apart, checks=False), "average")
+        most = torch.from_numpy(fcluster(tree, 2, "maxclust") == 1)
+        most = most if 2 * most.sum() > len(most) else ~most
+        inside = own[most][:, most]
+        mean_inside = (inside.sum() - inside.trace()) / (inside.numel() - len(inside))
+        if 2 * most.sum() == len(most) or not own[most][:, ~most].mean() < mean_inside / 2:
             break
-    return kept if bool(kept.any()) else torch.ones_like(kept)
+        kept = kept[most]
+    return torch.zeros(len(gram), dtype=gram.dtype).index_fill(0, kept, 1.0)
 
 
 def geometric_median(gram: Tensor, weights: Tensor) -> Tensor:
