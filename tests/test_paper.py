@@ -475,6 +475,16 @@ def test_the_list(tmp_path: Path, tiny: Scale) -> None:
     assert "two CPU cores" in shown
 
 
+def test_runs_that_do_not_fit_into_memory_are_refused_before_the_first_one(
+    tmp_path: Path, tiny: Scale, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Four runs of 0.8 GB need 3.2 GB; 2.5 GB bear three of them."""
+    monkeypatch.setattr("fedharmony.cli_paper.machine_memory", lambda: 2_500_000_000)
+    said = refuse(tmp_path, "reproduce", "table5", "--jobs", "4", "--out", "out", "--quiet")
+    assert "4 at once 3.2 GB; this machine has 2.5 GB. Use --jobs 3" in said
+    assert not (tmp_path / "out").exists()
+
+
 def test_what_was_asked_is_run_once(
     tmp_path: Path, tiny: Scale, monkeypatch: pytest.MonkeyPatch
 ) -> None:
@@ -492,6 +502,7 @@ def test_what_was_asked_is_run_once(
     assert not (folder / "results.json").exists()
     shown = succeed(tmp_path, *command)
     assert "1 runs in all, 0 finished" in shown
+    assert "A run takes about 0.8 GB of memory, 1 at once 0.8 GB" in shown
     assert "Fig. 2" in shown
     assert (folder / "results.json").is_file()
     assert (tmp_path / "out/digits/fig2/figure-1.svg").is_file()

@@ -17,6 +17,7 @@ from rich.table import Table
 from rich.text import Text
 
 from fedharmony.cli_data import usable
+from fedharmony.config import machine_memory
 from fedharmony.errors import ConfigError, RunsFailedError, Stopped
 from fedharmony.report.progress import Board, Observer, Progress, duration
 from fedharmony.terminal import console, say
@@ -147,8 +148,9 @@ def _reproduce(
     refuse_other_runs(places)
     left = unfinished(places)
     _refuse_missing_data(jobs, asked)
+    memory = _memory(left, jobs)
     if not quiet:
-        for line in _outlook(places, left, scale, jobs, asked):
+        for line in [*_outlook(places, left, scale, jobs, asked), *memory]:
             say(line)
     failed: RunsFailedError | None = None
     crowd = jobs[0].jobs
@@ -231,6 +233,22 @@ def _outlook(
     if left and any(job.study.needs for job in jobs):
         lines += _on_cpu(left)
     return lines
+
+
+def _memory(left: Sequence[Place], jobs: Sequence[Job]) -> list[str]:
+    """What the runs at once take of this machine's memory; refused if that is more than it has."""
+    if not left:
+        return []
+    names, crowd, there = {place.study for place in left}, jobs[0].jobs, machine_memory() / 1e9
+    each = max(job.study.gigabytes for job in jobs if job.study.name in names)
+    at_once = min(crowd, len(left))
+    taken = f"A run takes about {each:.1f} GB of memory, {at_once} at once {at_once * each:.1f} GB"
+    if at_once * each > there:
+        raise ConfigError(
+            f"{taken}; this machine has {there:.1f} GB. Use --jobs {max(1, int(there / each))}, or "
+            "a smaller --scale."
+        )
+    return [f"{taken}; this machine has {there:.1f} GB."]
 
 
 def _on_cpu(left: Sequence[Place]) -> list[str]:

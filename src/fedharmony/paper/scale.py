@@ -47,6 +47,7 @@ class Study:
         shares: values of Fig. 5 (a, b).
         crowd: changes that go with the numbers of clients of Fig. 5 (c, d), and their cost.
         seconds: of one run.
+        gigabytes: of this machine's memory that a run takes.
         only: names of the items that it is made for; empty for all.
         seeds: that a point has at most.
     """
@@ -63,6 +64,7 @@ class Study:
     shares: tuple[str, ...] = ()
     crowd: tuple[tuple[str, ...], float] | None = None
     seconds: float = 60.0
+    gigabytes: float = 0.8
     only: tuple[str, ...] = ()
     seeds: int = 3
 
