@@ -15,7 +15,6 @@ else replace nearly all of the moments of a small client.
 
 from __future__ import annotations
 
-from collections.abc import Mapping
 from dataclasses import dataclass
 from typing import Literal
 
@@ -31,7 +30,7 @@ from fedharmony.correlation import (
     discrepancy,
 )
 from fedharmony.losses import Batch
-from fedharmony.types import Tensors
+from fedharmony.types import Group, Tensors
 
 #: From here on C × C numbers are what the alignment costs; its gradient is then formed by hand,
 #: where there is a formula for it.
@@ -91,7 +90,7 @@ class Alignment:
         }
 
     def __call__(
-        self, scores: Tensor, batch: Batch, teacher: Tensor, carry: Mapping[str, Tensor]
+        self, scores: Tensor, batch: Batch, teacher: Tensor, carry: Group
     ) -> tuple[Tensor, Tensors]:
         """Ψ(R̃, R*) of one batch, (...), with its gradient; and the carry after the batch.
 
@@ -118,7 +117,7 @@ class Alignment:
         return discrepancy(matrix, teacher, pairs, kind=self.distance, reduction=self.reduction)
 
     def _with_gradient(
-        self, scores: Tensor, batch: Batch, teacher: Tensor, carry: Mapping[str, Tensor]
+        self, scores: Tensor, batch: Batch, teacher: Tensor, carry: Group
     ) -> tuple[Tensor, Tensors]:
         """``Ψ = Σ_pairs (R̃ − R*)² / count`` of φ and running moments, with a gradient by hand.
 
@@ -187,7 +186,7 @@ def neutral(outputs: Tensor, rows: Tensor) -> Tensor:
     return fixed + (step - level - centred * along)
 
 
-def running(carry: Mapping[str, Tensor], now: Tensor, rows: Tensor) -> Tensors:
+def running(carry: Group, now: Tensor, rows: Tensor) -> Tensors:
     """The carry after a batch with the moments ``now`` (..., rows, C) of ``rows`` (..., B).
 
     >>> pairs, examples = torch.ones(1, 1, dtype=torch.bool), torch.tensor(16)

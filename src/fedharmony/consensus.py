@@ -33,7 +33,7 @@ about is 0 and not ``known``.
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass
 from functools import cached_property
 from typing import Literal, NamedTuple, TypeAlias
@@ -51,7 +51,7 @@ from fedharmony.correlation import (
     correlation,
     parts,
 )
-from fedharmony.types import Reply, Tensors
+from fedharmony.types import Group, Groups, Reply, Tensors
 
 OperatorName: TypeAlias = Literal[
     "mean", "size", "support", "support_trimmed", "pooled", "median", "trimmed"
@@ -156,7 +156,7 @@ class CorrelationTable:
         self.folded: Tensors = {}
         self.place = torch.device("cpu")
 
-    def load(self, groups: Mapping[str, Mapping[str, Tensor]]) -> CorrelationTable:
+    def load(self, groups: Groups) -> CorrelationTable:
         """Go on from what :meth:`state_dict` gave."""
         self.rows, self.folded = (dict(groups.get(name, {})) for name in (TABLE, FOLDED))
         return self
@@ -194,9 +194,7 @@ class CorrelationTable:
 
     # -- where the server sees sums: nothing but Σ w_j R_j and Σ w_j, of everybody -----------------
 
-    def share(
-        self, upload: Mapping[str, Tensor], before: Mapping[str, Tensor], images: int, round: int
-    ) -> Tensors:
+    def share(self, upload: Group, before: Group, images: int, round: int) -> Tensors:
         """What a client adds to the sums in a round: its terms, less what is left of its last ones.
 
         Args:
@@ -214,7 +212,7 @@ class CorrelationTable:
             share = {"sum": share["sum"] - values * weights, "weight": share["weight"] - weights}
         return {name: tensor.squeeze(0) for name, tensor in share.items()}
 
-    def add_shares(self, total: Mapping[str, Tensor], round: int, noise: float = 0.0) -> None:
+    def add_shares(self, total: Group, round: int, noise: float = 0.0) -> None:
         """Add the sum of a cohort's shares to the sums, which fade first (or are forgotten).
 
         ``noise`` is the standard deviation of what was added to the sum on purpose.
@@ -235,9 +233,7 @@ class CorrelationTable:
         sum, weight = torch.where(some, sum, 0), torch.where(some, weight, 0)
         self.folded = {"sum": sum, "weight": weight, "round": now}
 
-    def others(
-        self, own: Mapping[str, Tensor], images: int, round: int, dtype: torch.dtype
-    ) -> Agreement:
+    def others(self, own: Group, images: int, round: int, dtype: torch.dtype) -> Agreement:
         """Eq. (3) at a client: the sums less its own terms; ``own`` is empty if they hold none."""
         sums = _Weighted(self, {}, round)
         if not own:
@@ -281,7 +277,7 @@ class CorrelationTable:
         """The consensus of everybody heard so far."""
         return self.teachers([], round)[0] if self.rows else _Weighted(self, {}, round).everybody()
 
-    def _fold(self, leaving: Mapping[str, Tensor], round: int) -> None:
+    def _fold(self, leaving: Group, round: int) -> None:
         """Add rows to the running sums, where the operator has such sums."""
         if self.operator.name in WEIGHTED:
             sums = _Weighted(self, leaving, round + 1)
@@ -316,7 +312,7 @@ class _Weighted:
         round: As which round sees them.
     """
 
-    def __init__(self, table: CorrelationTable, rows: Mapping[str, Tensor], round: int) -> None:
+    def __init__(self, table: CorrelationTable, rows: Group, round: int) -> None:
         self.table, self.operator, self.round = table, table.operator, round
         if table.folded:
             faded = self.operator.decay ** table.age(table.folded["round"], round)
@@ -337,7 +333,7 @@ class _Weighted:
             self.total = _add(self.total, values * weights)
             self.weight = _add(self.weight, weights)
 
-    def terms(self, rows: Mapping[str, Tensor]) -> tuple[Tensor, Tensor]:
+    def terms(self, rows: Group) -> tuple[Tensor, Tensor]:
         """R_j, or the moments, (J, width), and w_j, (J, width or 1), in float64."""
         operator, triangle = self.operator, self.table.triangle
         images = own = rows["examples"].unsqueeze(-1)
@@ -366,7 +362,7 @@ class _Weighted:
         """The consensus of all clients that were summed."""
         return self._mean(self.total, self.weight, self.weight > 0, torch.float64)
 
-    def without(self, rows: Mapping[str, Tensor], dtype: torch.dtype) -> Agreement:
+    def without(self, rows: Group, dtype: torch.dtype) -> Agreement:
         """For each of these clients the consensus of all others, (m, C, C).
 
         An entry is known if another client told about it, and not so long ago that its weight has
@@ -431,7 +427,7 @@ class _Middle:
         matrix = self.table.triangle.square(self.mean.clamp(-1, 1))
         return Agreement(matrix, torch.ones_like(matrix, dtype=torch.bool))
 
-    def without(self, rows: Mapping[str, Tensor], dtype: torch.dtype) -> Agreement:
+    def without(self, rows: Group, dtype: torch.dtype) -> Agreement:
         """For each of these clients the consensus of all others, (m, C, C)."""
         own = rows["upper"].double()
         inside = (self.between - own) + (self.low + self.high)
@@ -471,7 +467,7 @@ class _WeightedMiddle:
         mean = self._middle(nobody, nobody)
         return self._agreement(mean.mT, self.sums.weight.unsqueeze(0) > 0, torch.float64, 0)
 
-    def without(self, rows: Mapping[str, Tensor], dtype: torch.dtype) -> Agreement:
+    def without(self, rows: Group, dtype: torch.dtype) -> Agreement:
         """For each of these clients the consensus of all others, (m, C, C)."""
         values, weights = self.sums.terms(rows)
         known = self.sums.weight - weights > _FADED * self.sums.weight
@@ -504,14 +500,14 @@ class _WeightedMiddle:
         return squares if row is None else Agreement(squares.matrix[row], squares.known[row])
 
 
-def _row(told: Mapping[str, Tensor], images: int) -> Tensors:
+def _row(told: Group, images: int) -> Tensors:
     """What one client told, with its round, as a table of one row."""
     row = {name: tensor.unsqueeze(0) for name, tensor in told.items()}
     at = row["upper"].device
     return {**row, "round": row["round"].to(at), "examples": torch.tensor([images], device=at)}
 
 
-def _select(rows: Mapping[str, Tensor], chosen: Tensor | slice) -> Tensors:
+def _select(rows: Group, chosen: Tensor | slice) -> Tensors:
     return {name: tensor[chosen] for name, tensor in rows.items()}
 
 

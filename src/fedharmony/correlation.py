@@ -207,12 +207,7 @@ def correlation(
 
 
 def quotient(
-    moments: Moments,
-    *,
-    normaliser: Normaliser,
-    eps: float,
-    clamp: float,
-    shrinkage: float = 0.0,
+    moments: Moments, *, normaliser: Normaliser, eps: float, clamp: float, shrinkage: float = 0.0
 ) -> tuple[Tensor, Tensor]:
     """Numerator and denominator of Eq. (2), (..., C, C) each; see :func:`correlation`."""
     _check_choice("normaliser", normaliser, get_args(Normaliser))

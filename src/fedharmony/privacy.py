@@ -31,21 +31,20 @@ import functools
 import logging
 import math
 from collections import Counter
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Annotated, Any, Literal
 
 import torch
 from annotated_types import Gt, Le, Lt
-from torch import Tensor
 
 from fedharmony.aggregate import NUMBERS, scaled, typed
 from fedharmony.config import Checked
 from fedharmony.errors import ConfigError
 from fedharmony.rng import torch_rng
 from fedharmony.terminal import warn_once
-from fedharmony.types import PARAMS, Packed, Record
+from fedharmony.types import PARAMS, Group, Packed, Record
 
 if TYPE_CHECKING:
     from dp_accounting import DpEvent
@@ -108,7 +107,7 @@ class Clipping:
         return Record(groups)
 
 
-def clipped(tensors: Mapping[str, Tensor], most: float) -> Mapping[str, Tensor]:
+def clipped(tensors: Group, most: float) -> Group:
     """Tensors times the one factor that leaves them together no longer than ``most``.
 
     >>> clipped({"a": torch.tensor([3.0]), "b": torch.tensor([4.0])}, 1.0)["b"]
@@ -150,7 +149,7 @@ class Noise:
         ``total`` is changed in place. The scalar ``noise GROUP`` says how much each sum got.
         """
         generator = torch_rng(self.seed, f"privacy noise {stage}", round)
-        groups: dict[str, Mapping[str, Tensor]] = {}
+        groups: dict[str, Group] = {}
         scalars = {}
         for group, sums in total.groups.items():
             deviation = self.deviation(group, len(total.groups))

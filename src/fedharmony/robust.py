@@ -35,7 +35,7 @@ of Weiszfeld's iteration, and one weighted sum of models follows.
 from __future__ import annotations
 
 import math
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from typing import Literal, TypeAlias
 
@@ -44,7 +44,7 @@ from torch import Tensor
 
 from fedharmony.aggregate import ModelMean
 from fedharmony.correlation import parts
-from fedharmony.types import BUFFERS, PARAMS, Packed, Record
+from fedharmony.types import BUFFERS, PARAMS, Group, Packed, Record
 
 Rule: TypeAlias = Literal[
     "none",
@@ -114,7 +114,7 @@ class RobustMean(ModelMean):
         self._held.append(Record({group: record.get(group) for group in (PARAMS, BUFFERS)}))
         self._weights.append((weight, weight if buffers is None else buffers))
 
-    def means(self, exact: bool = False) -> dict[str, Mapping[str, Tensor]]:
+    def means(self, exact: bool = False) -> dict[str, Group]:
         """The new model: number by number, or as a weighted sum of the clients' models."""
         params, buffers = (
             capped(torch.tensor(own, dtype=torch.float64), self.robust.cap)
@@ -156,7 +156,7 @@ class RobustMean(ModelMean):
             return krum(gram, math.ceil(self.robust.bad * len(gram))), all_of_it
         return geometric_median(gram, weights) / (weights / weights.sum()), all_of_it
 
-    def _by_number(self, group: str, weights: Tensor, exact: bool = False) -> Mapping[str, Tensor]:
+    def _by_number(self, group: str, weights: Tensor, exact: bool = False) -> Group:
         """One group of the new model; whole numbers are the first client's."""
         members = [record.get(group) for record in self._held]
         trim = 0.5 if self.robust.rule == "median" else self.robust.bad
@@ -224,7 +224,7 @@ def trimmed(values: Tensor, weights: Tensor, trim: float) -> Tensor:
     return (ordered * kept).sum(0) / kept.sum(0)
 
 
-def products(models: Sequence[Mapping[str, Tensor]]) -> Tensor:
+def products(models: Sequence[Group]) -> Tensor:
     """u_j·u_k, float64 (m, m), of models θ, θ_1, … θ_m."""
     total = torch.zeros((), dtype=torch.float64)
     for rows in _columns(models):
@@ -235,7 +235,7 @@ def products(models: Sequence[Mapping[str, Tensor]]) -> Tensor:
     return total
 
 
-def _columns(models: Sequence[Mapping[str, Tensor]]) -> Iterator[list[Tensor]]:
+def _columns(models: Sequence[Group]) -> Iterator[list[Tensor]]:
     """The same numbers of all models, tensor by tensor, or all at once where they are packed."""
     if (packed := _common_layout(models)) is not None:
         yield [model.row for model in packed]
@@ -245,7 +245,7 @@ def _columns(models: Sequence[Mapping[str, Tensor]]) -> Iterator[list[Tensor]]:
             yield [model[name].reshape(-1) for model in models]
 
 
-def _common_layout(models: Sequence[Mapping[str, Tensor]]) -> list[Packed] | None:
+def _common_layout(models: Sequence[Group]) -> list[Packed] | None:
     """The models if all are packed alike, else None."""
     packed = [model for model in models if isinstance(model, Packed)]
     alike = len(packed) == len(models) and len({model.layout for model in packed}) == 1

@@ -27,6 +27,9 @@ from torch import Tensor
 
 #: Named tensors, for instance the parameters of a model.
 Tensors: TypeAlias = dict[str, Tensor]
+#: The same, only to be read: one group of a record; and all its groups by name.
+Group: TypeAlias = Mapping[str, Tensor]
+Groups: TypeAlias = Mapping[str, Group]
 Scalar: TypeAlias = bool | int | float | str
 Index: TypeAlias = npt.NDArray[np.int64]
 Labels: TypeAlias = npt.NDArray[np.uint8]
@@ -149,10 +152,10 @@ class Record:
     (24, torch.Size([2, 3]), 4)
     """
 
-    groups: Mapping[str, Mapping[str, Tensor]] = field(default_factory=dict)
+    groups: Groups = field(default_factory=dict)
     scalars: Mapping[str, Scalar] = field(default_factory=dict)
 
-    def get(self, group: str) -> Mapping[str, Tensor]:
+    def get(self, group: str) -> Group:
         """The tensors of a group; empty when the record has no such group."""
         return self.groups.get(group, {})
 
@@ -163,9 +166,7 @@ class Record:
                 yield f"{group}/{name}", tensor
 
     def replace(
-        self,
-        groups: Mapping[str, Mapping[str, Tensor]] | None = None,
-        scalars: Mapping[str, Scalar] | None = None,
+        self, groups: Groups | None = None, scalars: Mapping[str, Scalar] | None = None
     ) -> Record:
         """A copy with the given groups and scalars added or replaced."""
         return Record({**self.groups, **(groups or {})}, {**self.scalars, **(scalars or {})})
@@ -256,3 +257,9 @@ class Failure:
     def __str__(self) -> str:
         who = f"client {self.client}" + (f" ({self.name})" if self.name else "")
         return f"{who} left out of {self.stage}, round {self.round + 1}: {self.reason}"
+
+
+#: What the server sends, by client; what comes back; and what of that it believes.
+Messages: TypeAlias = Mapping[int, Record]
+Answers: TypeAlias = Iterator[Reply | Failure]
+Replies: TypeAlias = Iterator[Reply]

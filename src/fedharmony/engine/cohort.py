@@ -27,10 +27,10 @@ from fedharmony.engine.optimise import TrainSettings
 from fedharmony.engine.stacking import StackedMessage, over_clients
 from fedharmony.engine.sweeping import Sweeper
 from fedharmony.engine.training import Show, Tick, Trainer
-from fedharmony.methods.base import Groups, Method, Stage
+from fedharmony.methods.base import Method, Stage
 from fedharmony.models.base import Model, unstack
 from fedharmony.privacy import Clipping
-from fedharmony.types import BUFFERS, PARAMS, Index, Record, Reply, Tensors
+from fedharmony.types import BUFFERS, PARAMS, Group, Groups, Index, Messages, Record, Reply, Tensors
 
 
 class Cohort:
@@ -56,7 +56,7 @@ class Cohort:
         seed: int,
         device: torch.device,
         sweep_batch: int = 32,
-        frozen: Mapping[str, Tensor] | None = None,
+        frozen: Group | None = None,
         memory: ClientMemory | None = None,
         changes: AugmentSettings | None = None,
         mode: ComputeMode | None = None,
@@ -89,7 +89,7 @@ class Cohort:
         self,
         stage: Stage,
         round: int,
-        messages: Mapping[int, Record],
+        messages: Messages,
         tick: Tick = lambda done, total: None,
         plain: bool = False,
     ) -> list[Reply]:
@@ -102,7 +102,7 @@ class Cohort:
             views = {k: self.data.view(k, round) for k in messages}
             messages = {k: self.method.received(views[k], m) for k, m in messages.items()}
         clients, sweep = self.data.by_size(messages), stage.sweep
-        results: list[dict[str, Mapping[str, Tensor]]] = [{} for _ in clients]
+        results: list[dict[str, Group]] = [{} for _ in clients]
         scalars: list[dict[str, float]] = [{} for _ in clients]
         trained: Trained | None = None
         swept: Tensors = {}
@@ -196,7 +196,7 @@ def _shower(method: Method) -> Show:
     return show
 
 
-def _received(clients: Sequence[int], messages: Mapping[int, Record], group: str) -> Tensors:
+def _received(clients: Sequence[int], messages: Messages, group: str) -> Tensors:
     """A group of the messages as a stack, in one memory order, however the messages came here.
 
     Products of transposed matrices have other last bits.

@@ -10,7 +10,7 @@ from __future__ import annotations
 
 import math
 import time
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import asdict, dataclass, field, replace
 from typing import Annotated, Any, Literal
 
@@ -36,8 +36,11 @@ from fedharmony.types import (
     PARAMS,
     Failure,
     Form,
+    Group,
+    Messages,
     Packed,
     Record,
+    Replies,
     Reply,
 )
 
@@ -244,8 +247,8 @@ class Federation:
         return sorted(k for k, size in self.transport.sizes.items() if size > 0)
 
     def _replies(
-        self, stage: Stage, state: Record, round: int, sent: Mapping[int, Record], tally: Tally
-    ) -> Iterator[Reply]:
+        self, stage: Stage, state: Record, round: int, sent: Messages, tally: Tally
+    ) -> Replies:
         """Good replies, largest clients first; drop-outs and failures only leave a note.
 
         So clients of like size come together, which a transport can train faster. The order is the
@@ -272,7 +275,7 @@ class Federation:
         known = 0 <= failure.client < len(self.names)
         return replace(failure, name=self.names[failure.client]) if known else failure
 
-    def _asked(self, round: int, sent: Mapping[int, Record], tally: Tally) -> dict[int, Record]:
+    def _asked(self, round: int, sent: Messages, tally: Tally) -> dict[int, Record]:
         """The messages that arrive, largest clients first; the others drop out."""
         rate = self.settings.drop_rate
         lost = {k for k in sent if drops_out(rate, self.seed, round, k)}
@@ -282,8 +285,8 @@ class Federation:
         return {k: sent[k] for k in order if k not in lost}
 
     def _sum(
-        self, stage: Stage, state: Record, round: int, sent: Mapping[int, Record], tally: Tally
-    ) -> Iterator[Reply]:
+        self, stage: Stage, state: Record, round: int, sent: Messages, tally: Tally
+    ) -> Replies:
         """One reply for the whole cohort: the mean model, and sums; nothing of single clients.
 
         A sum over too few clients says too much of each: it is thrown away.
@@ -382,7 +385,7 @@ def problem(record: Record, expected: Forms, finite: bool | None = None) -> str 
     return None
 
 
-def _misformed(group: str, tensors: Mapping[str, Tensor], forms: Mapping[str, Form]) -> str | None:
+def _misformed(group: str, tensors: Group, forms: Mapping[str, Form]) -> str | None:
     """The first tensor of a group that is missing, or of another shape or type than expected."""
     if tensors.keys() != forms.keys():
         odd = sorted(tensors.keys() ^ forms.keys())
@@ -426,7 +429,7 @@ def _out_of_range(record: Record, expected: Forms, finite: bool | None) -> str |
     return None
 
 
-def _unusable(tensors: Mapping[str, Tensor]) -> str:
+def _unusable(tensors: Group) -> str:
     """Which of the tensors no model can be made with."""
     name = next(n for n, t in tensors.items() if not bool((t.abs() <= LARGEST).all()))
     if not bool(tensors[name].isfinite().all()):

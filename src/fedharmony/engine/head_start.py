@@ -27,7 +27,7 @@ arXiv 2602.01186).
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Iterator, Mapping, Sequence
+from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
 
 import torch
@@ -42,7 +42,7 @@ from fedharmony.methods.base import Method, Outcome, Stage, Sweep
 from fedharmony.models.base import Head
 from fedharmony.rng import numpy_rng
 from fedharmony.terminal import warn_once
-from fedharmony.types import PARAMS, Form, Record, Reply, Tensors
+from fedharmony.types import PARAMS, Form, Group, Messages, Record, Replies, Tensors
 
 SUMS = "head_sums"  # reply: A_k (upper triangle) and B_k
 #: Bytes that a client may send at most where each label has a matrix of its own.
@@ -114,7 +114,7 @@ class HeadStart:
             everyone=self.clients != "cohort",
         )
 
-    def broadcast(self, state: Record, round: int, clients: Sequence[int]) -> Mapping[int, Record]:
+    def broadcast(self, state: Record, round: int, clients: Sequence[int]) -> Messages:
         """What the method sends before training, to those who are asked."""
         if isinstance(self.clients, int) and self.clients < len(clients):
             rng = numpy_rng(self.method.task.seed, "head start")
@@ -129,7 +129,7 @@ class HeadStart:
             "cross": Form((classes, size), torch.float64),
         }
 
-        def start(params: Mapping[str, Tensor]) -> Tensors:
+        def start(params: Group) -> Tensors:
             shapes = {"gram": (matrices, size, size), "cross": (classes, size)}
             return {n: torch.zeros(shape, dtype=torch.float64) for n, shape in shapes.items()}
 
@@ -144,20 +144,18 @@ class HeadStart:
                 "cross": carry["cross"] + (batch.labels * known).mT @ f,
             }
 
-        def finish(carry: Tensors, params: Mapping[str, Tensor]) -> Tensors:
+        def finish(carry: Tensors, params: Group) -> Tensors:
             return {**carry, "gram": pack_upper(carry["gram"])}
 
         return Sweep(SUMS, "features", start, fold, finish, lambda params: forms)
 
-    def aggregate(
-        self, state: Record, round: int, sent: Mapping[int, Record], replies: Iterator[Reply]
-    ) -> Outcome:
+    def aggregate(self, state: Record, round: int, sent: Messages, replies: Replies) -> Outcome:
         """Add the sums up, one client at a time, and put the solved head into the model.
 
         Where clients may lie (``federation.robust``), only sums that are believed.
         """
         total: Tensors = {}
-        all_sums: Iterable[Mapping[str, Tensor]] = (reply.record.get(SUMS) for reply in replies)
+        all_sums: Iterable[Group] = (reply.record.get(SUMS) for reply in replies)
         if self.method.task.robust.rule != "none":
             heard = list(replies)
             own = [reply.record.get(SUMS) for reply in heard]

@@ -7,7 +7,7 @@ the optimiser passes fastest; what it gives back is one row per client.
 from __future__ import annotations
 
 import math
-from collections.abc import Mapping, Sequence
+from collections.abc import Sequence
 from types import MappingProxyType
 from typing import NamedTuple
 
@@ -22,7 +22,7 @@ from fedharmony.engine.optimise import (
     sgd_step,
     step_factors,
 )
-from fedharmony.types import LARGEST, Layout, Packed, Tensors
+from fedharmony.types import LARGEST, Group, Layout, Packed, Tensors
 
 #: A parameter with so many numbers has memory of its own, over which the optimiser passes alone.
 APART = 1 << 13
@@ -43,11 +43,11 @@ class Trained(NamedTuple):
     """
 
     params: Tensors
-    each: Sequence[Mapping[str, Tensor]]
+    each: Sequence[Group]
     losses: Tensor
     finite: Tensor
     rows: int = 0
-    buffers: Mapping[str, Tensor] = MappingProxyType({})
+    buffers: Group = MappingProxyType({})
 
 
 def all_finite(values: Tensor) -> Tensor:
@@ -85,7 +85,7 @@ class Lanes:
 
     def __init__(
         self,
-        received: Mapping[str, Tensor],
+        received: Group,
         size: int,
         settings: TrainSettings,
         half: frozenset[str] = frozenset(),
@@ -110,7 +110,7 @@ class Lanes:
         self._update = CompiledRows(step, backend) if compile else step
         self._saved: list[tuple[int, int, Tensor, Tensor]] = []
 
-    def load(self, received: Mapping[str, Tensor]) -> None:
+    def load(self, received: Group) -> None:
         """Clients start from what they received, (M, ...) each."""
         for name, tensor in received.items():
             self.params[name][: len(tensor)].copy_(tensor)
@@ -144,7 +144,7 @@ class Lanes:
             found |= block.layout.views(read[:width])
         return {n: found[n].detach().requires_grad_() for n in self.params}
 
-    def step(self, gradients: Mapping[str, Tensor], width: int) -> None:
+    def step(self, gradients: Group, width: int) -> None:
         """The optimiser's step of the first ``width`` clients; what has no gradient stays.
 
         One pass over each parameter with memory of its own, one over all the rest.
@@ -168,7 +168,7 @@ class Lanes:
             copy = None if copy is None else copy.reshape(-1, row)
         self._update(memory[0], gradient, memory[1:], copy, factors, self._settings)
 
-    def shift(self, moves: Mapping[str, Tensor], scale: float, width: int) -> None:
+    def shift(self, moves: Group, scale: float, width: int) -> None:
         """``θ ← θ − rate · scale · move`` for the first ``width`` clients, past the optimiser."""
         for block in self._blocks:
             copies = {} if block.copy is None else block.layout.views(block.copy)

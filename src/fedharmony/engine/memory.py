@@ -13,16 +13,14 @@ from __future__ import annotations
 
 import hashlib
 from collections import OrderedDict
-from collections.abc import Callable, Mapping
+from collections.abc import Callable
 from contextlib import suppress
 from pathlib import Path
-
-from torch import Tensor
 
 from fedharmony.engine.checkpoint import load_record, named_digest, save_record
 from fedharmony.errors import CheckpointError
 from fedharmony.files import remove_leftovers
-from fedharmony.types import Record, Tensors
+from fedharmony.types import Group, Record, Tensors
 
 GROUP = "memory"
 #: Seals are numbers below this.
@@ -62,7 +60,7 @@ class ClientMemory:
         """Bytes of tensors held in memory now."""
         return self._bytes
 
-    def write(self, client: int, round: int, tensors: Mapping[str, Tensor]) -> None:
+    def write(self, client: int, round: int, tensors: Group) -> None:
         """Keep ``tensors`` as the client's version of ``round``."""
         # Copies: a view would keep alive, unseen by the limit, the stack of clients it looks into.
         kept = {name: t.detach().to("cpu", copy=True) for name, t in tensors.items()}
@@ -165,5 +163,5 @@ class ClientMemory:
             self._file(client, round).unlink(missing_ok=True)
 
 
-def _size(tensors: Mapping[str, Tensor]) -> int:
+def _size(tensors: Group) -> int:
     return sum(t.numel() * t.element_size() for t in tensors.values())

@@ -10,10 +10,10 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 
 import torch
-from torch import Tensor
 
 from fedharmony.engine.compute_mode import ComputeMode, rounded_up
 from fedharmony.models.base import Model
+from fedharmony.types import Group
 
 log = logging.getLogger(__name__)
 
@@ -107,7 +107,7 @@ class RoomTest:
     """
 
     model: Model
-    params: Mapping[str, Tensor]
+    params: Group
     mode: ComputeMode
     device: torch.device
     batch_size: int

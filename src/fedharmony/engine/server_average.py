@@ -13,13 +13,10 @@ last few rounds, the rule "adaptive" keeps ``e = LARGEST_SHARE · min(1, max(0, 
 
 from __future__ import annotations
 
-from collections.abc import Mapping
 from dataclasses import dataclass
 
-from torch import Tensor
-
 from fedharmony.aggregate import RunningMean
-from fedharmony.types import BUFFERS, PARAMS, Record, Tensors
+from fedharmony.types import BUFFERS, PARAMS, Group, Record, Tensors
 
 MODEL = (PARAMS, BUFFERS)
 AVERAGE = "average_"  # state: s, by group
@@ -66,7 +63,7 @@ class ServerAverage:
             return state.replace({AVERAGE + g: state.get(g) for g in MODEL})
         return state.replace({AVERAGE + g: self._mean(state, g, keep) for g in MODEL})
 
-    def _mean(self, state: Record, group: str, keep: float) -> Mapping[str, Tensor]:
+    def _mean(self, state: Record, group: str, keep: float) -> Group:
         """``e s + (1 − e) θ`` of one group, in float64; whole numbers are the last ones."""
         mean = RunningMean()
         mean.add(state.get(group), 1 - keep)
@@ -112,5 +109,5 @@ def share_kept(along: float, length: float) -> float:
     return LARGEST_SHARE * min(1.0, max(0.0, 1 - along / length / TRAVELS))
 
 
-def _dot(a: Mapping[str, Tensor], b: Mapping[str, Tensor]) -> float:
+def _dot(a: Group, b: Group) -> float:
     return sum(float((a[name].double() * b[name].double()).sum()) for name in a)

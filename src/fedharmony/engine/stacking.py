@@ -2,14 +2,14 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from copy import copy
 from typing import Any
 
 import torch
 from torch import Tensor
 
-from fedharmony.types import BUFFERS, PARAMS, Packed, Record, Tensors
+from fedharmony.types import BUFFERS, PARAMS, Group, Packed, Record, Tensors
 
 
 def over_clients(function: Callable[..., Any], dims: tuple[Any, ...]) -> Callable[..., Any]:
@@ -17,23 +17,23 @@ def over_clients(function: Callable[..., Any], dims: tuple[Any, ...]) -> Callabl
     return function if getattr(function, "stacked", False) else torch.vmap(function, in_dims=dims)
 
 
-def narrow(tensors: Mapping[str, Tensor], width: int) -> Tensors:
+def narrow(tensors: Group, width: int) -> Tensors:
     """The first ``width`` clients of stacked tensors, as views."""
     return {name: tensor[:width] for name, tensor in tensors.items()}
 
 
-def expand(tensors: Mapping[str, Tensor], width: int) -> Tensors:
+def expand(tensors: Group, width: int) -> Tensors:
     """Tensors that all clients share, with a client axis and without a copy."""
     return {name: t.unsqueeze(0).expand(width, *t.shape) for name, t in tensors.items()}
 
 
-def constants(frozen: Mapping[str, Tensor], width: int, dtype: torch.dtype) -> Tensors:
+def constants(frozen: Group, width: int, dtype: torch.dtype) -> Tensors:
     """The frozen tensors of a model for a stack of clients, without a copy for each."""
     cast = {n: t.to(dtype) if t.is_floating_point() else t for n, t in frozen.items()}
     return expand(cast, width)
 
 
-class OneClient(Mapping[str, Tensor]):
+class OneClient(Group):
     """The tensors of one client of a stack, taken out of it when they are asked for.
 
     >>> client = OneClient({"w": torch.tensor([[1.0], [2.0]])}, 1)
@@ -41,7 +41,7 @@ class OneClient(Mapping[str, Tensor]):
     (['w'], 1, [2.0])
     """
 
-    def __init__(self, tensors: Mapping[str, Tensor], client: int) -> None:
+    def __init__(self, tensors: Group, client: int) -> None:
         self._tensors, self._client = tensors, client
 
     def __getitem__(self, name: str) -> Tensor:

@@ -16,7 +16,7 @@ from fedharmony.losses import Batch
 from fedharmony.methods.base import Sweep
 from fedharmony.models.base import Model, stack
 from fedharmony.rng import torch_rng
-from fedharmony.types import Record, Tensors
+from fedharmony.types import Group, Messages, Tensors
 
 #: What the per-image gradients of one step of a sweep may occupy, in bytes.
 GRADIENT_BYTES = {"cpu": 1 << 28, "cuda": 1 << 33}
@@ -30,7 +30,7 @@ class Sweeper:
         model: Model,
         data: ClientData,
         mode: ComputeMode,
-        frozen: Mapping[str, Tensor],
+        frozen: Group,
         show: Show,
         batch: int,
     ) -> None:
@@ -49,9 +49,9 @@ class Sweeper:
         sweep: Sweep,
         round: int,
         clients: Sequence[int],
-        messages: Mapping[int, Record],
+        messages: Messages,
         tensors: Tensors,
-        buffers: Mapping[str, Tensor],
+        buffers: Group,
     ) -> Tensors:
         """One pass over each client's data in stored order, with its own parameters and buffers."""
         message = StackedMessage([messages[k] for k in clients])

@@ -10,7 +10,7 @@ result.
 from __future__ import annotations
 
 import functools
-from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -27,9 +27,9 @@ from fedharmony.engine.lanes import Lanes, Trained
 from fedharmony.engine.optimise import TrainSettings, clip_gradients
 from fedharmony.engine.stacking import OneClient, StackedMessage, constants, narrow, over_clients
 from fedharmony.losses import Batch
-from fedharmony.methods.base import Groups, Method, Sweep
+from fedharmony.methods.base import Method, Sweep
 from fedharmony.models.base import Model, stack
-from fedharmony.types import BUFFERS, PARAMS, Record, Tensors
+from fedharmony.types import BUFFERS, PARAMS, Group, Groups, Messages, Record, Tensors
 
 #: Called with (steps done, steps in all) during local training.
 Tick = Callable[[int, int], None]
@@ -82,7 +82,7 @@ class Trainer:
         settings: TrainSettings,
         data: ClientData,
         mode: ComputeMode,
-        frozen: Mapping[str, Tensor],
+        frozen: Group,
         changes: AugmentSettings,
         show: Show,
     ) -> None:
@@ -103,7 +103,7 @@ class Trainer:
         self,
         round: int,
         clients: Sequence[int],
-        messages: Mapping[int, Record],
+        messages: Messages,
         sweep: Sweep | None,
         tick: Tick,
     ) -> tuple[Trained, Plan, Tensors]:

@@ -31,7 +31,7 @@ Only FedAvg's behaviour is built in; a method overrides what differs.
 from __future__ import annotations
 
 import functools
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any, ClassVar, Literal, Protocol, TypeVar
 
@@ -45,12 +45,20 @@ from fedharmony.models.base import Head, stack
 from fedharmony.models.heads import LinearHead
 from fedharmony.registry import Registry
 from fedharmony.robust import Robust
-from fedharmony.types import BUFFERS, PARAMS, Form, Record, Reply, Tensors
+from fedharmony.types import (
+    BUFFERS,
+    PARAMS,
+    Form,
+    Group,
+    Groups,
+    Messages,
+    Record,
+    Replies,
+    Reply,
+    Tensors,
+)
 
 methods: Registry[type[Method]] = Registry("method", "fedharmony.methods")
-
-#: The groups of one client's message, as a method's client functions see them.
-Groups = Mapping[str, Mapping[str, Tensor]]
 
 
 @dataclass(frozen=True)
@@ -103,7 +111,7 @@ class ClientView:
 
     examples: int
     counted: Tensor | Callable[[], Tensor]
-    memory: Mapping[str, Tensor] = field(default_factory=dict)
+    memory: Group = field(default_factory=dict)
 
     @property
     def positives(self) -> Tensor:
@@ -150,10 +158,10 @@ class Sweep:
 
     group: str
     reads: Reads
-    start: Callable[[Mapping[str, Tensor]], Tensors]
+    start: Callable[[Group], Tensors]
     fold: Callable[[Tensors, Any, Batch], Tensors]
-    finish: Callable[[Tensors, Mapping[str, Tensor]], Tensors]
-    forms: Callable[[Mapping[str, Tensor]], Mapping[str, Form]]
+    finish: Callable[[Tensors, Group], Tensors]
+    forms: Callable[[Group], Mapping[str, Form]]
     objective: Callable[[Tensor, Batch], Tensor] | None = None
     limit: int | None = None
     draw: Callable[[torch.Generator, int], Tensors] | None = None
@@ -172,16 +180,14 @@ class Outcome:
 class Broadcast(Protocol):
     """Server before a stage: one message per client."""
 
-    def __call__(self, state: Record, round: int, clients: Sequence[int]) -> Mapping[int, Record]:
+    def __call__(self, state: Record, round: int, clients: Sequence[int]) -> Messages:
         """Messages by client id, in client order."""
 
 
 class Aggregate(Protocol):
     """Server after a stage: fold the replies, in client order, into a new state."""
 
-    def __call__(
-        self, state: Record, round: int, sent: Mapping[int, Record], replies: Iterator[Reply]
-    ) -> Outcome:
+    def __call__(self, state: Record, round: int, sent: Messages, replies: Replies) -> Outcome:
         """``sent`` holds the messages this stage sent."""
 
 
@@ -315,7 +321,7 @@ class Method:
         """The exchanges of a round, in order; the same on every side that asks with a round."""
         return [Stage("update", self.broadcast, self.aggregate, sweep=self.sweep())]
 
-    def broadcast(self, state: Record, round: int, clients: Sequence[int]) -> Mapping[int, Record]:
+    def broadcast(self, state: Record, round: int, clients: Sequence[int]) -> Messages:
         """The same model for everybody, by reference."""
         message = Record({group: state.get(group) for group in (PARAMS, BUFFERS)})
         return dict.fromkeys(clients, message)
@@ -323,7 +329,7 @@ class Method:
     # -- client -----------------------------------------------------------------------------------
 
     @stacked
-    def normalise(self, images: Tensor, message: Groups, draws: Mapping[str, Tensor]) -> Tensor:
+    def normalise(self, images: Tensor, message: Groups, draws: Group) -> Tensor:
         """Images (B, 3, H, W) uint8, or features (B, F), to the input the backbone expects.
 
         ``draws`` is empty outside of training.
@@ -366,13 +372,7 @@ class Method:
         return task_loss(self.task.loss, outputs, batch), carry
 
     @stacked
-    def pull(
-        self,
-        params: Mapping[str, Tensor],
-        start: Mapping[str, Tensor],
-        message: Groups,
-        carry: Tensors,
-    ) -> Tensors:
+    def pull(self, params: Group, start: Group, message: Groups, carry: Tensors) -> Tensors:
         """Gradient of a penalty on the parameters, by name; what is left out is not pulled.
 
         ``start`` is the received model. Given as a gradient because every penalty so far is
@@ -411,9 +411,7 @@ class Method:
         """What a method folds models into: a mean, or the rule of ``federation.robust``."""
         return self.task.robust.mean(state)
 
-    def aggregate(
-        self, state: Record, round: int, sent: Mapping[int, Record], replies: Iterator[Reply]
-    ) -> Outcome:
+    def aggregate(self, state: Record, round: int, sent: Messages, replies: Replies) -> Outcome:
         """``θ ← Σ_k p_k θ_k`` with ``p_k = n_k / Σ_j n_j`` over the clients that replied."""
         mean, weights = self.model_mean(state), {}
         for reply in replies:

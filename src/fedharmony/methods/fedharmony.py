@@ -35,7 +35,7 @@ computation each, labels are clustered once per round. Memory is bounded by the 
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from itertools import islice
 from typing import Annotated, Any, ClassVar, Literal, NamedTuple
@@ -69,7 +69,6 @@ from fedharmony.methods import fedharmony_sums as sums
 from fedharmony.methods.base import (
     INGREDIENTS,
     ClientView,
-    Groups,
     Method,
     Outcome,
     Stage,
@@ -81,7 +80,7 @@ from fedharmony.methods.base import (
 from fedharmony.methods.fedharmony_sums import TEACHER
 from fedharmony.models.base import stack
 from fedharmony.rng import derived_seed
-from fedharmony.types import Form, Record, Reply, Tensors
+from fedharmony.types import Form, Group, Groups, Messages, Record, Replies, Reply, Tensors
 
 CLUSTERS = "clusters"  # state: the clusters of the last round
 
@@ -345,7 +344,7 @@ class FedHarmony(Method):
         """
         kind = self.correlation
 
-        def start(params: Mapping[str, Tensor]) -> Tensors:
+        def start(params: Group) -> Tensors:
             device = next((tensor.device for tensor in params.values()), None)
             zero = torch.zeros((), dtype=torch.float64, device=device)
             # A view of one number: memory is first needed for the stack of clients.
@@ -361,7 +360,7 @@ class FedHarmony(Method):
                 added["chances"] = kind.sums(chances.double(), batch)
             return {name: carry[name] + sum for name, sum in added.items()}
 
-        def finish(carry: Tensors, params: Mapping[str, Tensor]) -> Tensors:
+        def finish(carry: Tensors, params: Group) -> Tensors:
             moments = mean_moments(carry["sums"], carry["images"])
             upper = pack_upper(kind.matrix(moments)).float().clamp(-1, 1)  # beyond by rounding only
             chances = mean_moments(carry.get("chances", carry["sums"]), carry["images"])
@@ -393,9 +392,7 @@ class FedHarmony(Method):
         return [first, update]
 
     def _correlate(self, sweep: Sweep, everyone: bool) -> Stage:
-        def collect(
-            state: Record, round: int, sent: Mapping[int, Record], replies: Iterator[Reply]
-        ) -> Outcome:
+        def collect(state: Record, round: int, sent: Messages, replies: Replies) -> Outcome:
             table = self.table(state)
             # A cohort as a whole; all clients in parts that fit into a table with a limit.
             size = self.capacity if everyone and not table.last_only else None
@@ -423,7 +420,7 @@ class FedHarmony(Method):
         seed = derived_seed(self.task.seed, "clusters", round)
         return spectral_clusters(matrix, self.groups, seed)
 
-    def broadcast(self, state: Record, round: int, clients: Sequence[int]) -> Mapping[int, Record]:
+    def broadcast(self, state: Record, round: int, clients: Sequence[int]) -> Messages:
         """θ for everybody; R*_k, its known entries, the clusters and λ_t for each."""
         messages, table = super().broadcast(state, round, clients), self.table(state)
         if self.task.sums:
@@ -520,7 +517,7 @@ class FedHarmony(Method):
 
     # -- Eq. (9), (10): aggregation by size and quality --------------------------------------------
 
-    def misfits(self, replies: Sequence[Reply], sent: Mapping[int, Record]) -> Misfits:
+    def misfits(self, replies: Sequence[Reply], sent: Messages) -> Misfits:
         """Eq. (9): s_k, each uploaded R_k against the teacher that was sent to its client."""
         teachers = [sent[reply.client].get(TEACHER) for reply in replies]
         if not all(teachers):
@@ -602,9 +599,7 @@ class FedHarmony(Method):
         """α_t = max(0, 1 − t/T_0), t = 0, 1, …: the share of size in the weights."""
         return max(0.0, 1.0 - round / self.horizon) if self.config.quality else 1.0
 
-    def aggregate(
-        self, state: Record, round: int, sent: Mapping[int, Record], replies: Iterator[Reply]
-    ) -> Outcome:
+    def aggregate(self, state: Record, round: int, sent: Messages, replies: Replies) -> Outcome:
         """``θ ← Σ_k ω_k θ_k`` with ``ω_k = α_t n̄_k + (1 − α_t) q̄_k``; then remember R_k."""
         if self.task.sums:
             return sums.aggregate(self, state, round, sent, replies)
@@ -640,7 +635,7 @@ class FedHarmony(Method):
         return Outcome(state, weights, {**log, **agreement})
 
     def keep_clusters(
-        self, state: Record, sent: Mapping[int, Record], group: str = TEACHER
+        self, state: Record, sent: Messages, group: str = TEACHER
     ) -> tuple[Record, dict[str, float]]:
         """Store the round's clusters; how far they agree with the last ones (adjusted Rand)."""
         teachers = [m.get(group) for m in sent.values() if group in m.groups]

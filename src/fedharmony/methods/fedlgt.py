@@ -34,10 +34,10 @@ from torch import Tensor
 
 from fedharmony.config import FilePath
 from fedharmony.losses import Batch, entries
-from fedharmony.methods.base import Groups, Method, Task, methods, stacked
+from fedharmony.methods.base import Method, Task, methods, stacked
 from fedharmony.models.label_text import load_label_text
 from fedharmony.models.label_transformer import UNKNOWN, LabelTransformer
-from fedharmony.types import Tensors
+from fedharmony.types import Groups, Tensors
 
 RANDOM_TEXT = (
     "FedLGT has no text embeddings of the labels (methods.fedlgt.text), so it describes them by "

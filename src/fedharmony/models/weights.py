@@ -19,7 +19,7 @@ from safetensors.torch import load_file
 from torch import Tensor
 
 from fedharmony.errors import ConfigError, some
-from fedharmony.types import Tensors
+from fedharmony.types import Group, Tensors
 
 
 def load_weights(
@@ -116,7 +116,7 @@ def from_jax(arrays: Mapping[str, npt.NDArray[Any]]) -> Tensors:
     return {name: t.contiguous() for name, t in found.items()}
 
 
-def read_weights(path: Path) -> Mapping[str, Tensor]:
+def read_weights(path: Path) -> Group:
     """All tensors of a weights file by name, whatever its format."""
     if not path.is_file():
         raise ConfigError(
@@ -139,7 +139,7 @@ def read_weights(path: Path) -> Mapping[str, Tensor]:
         ) from error
 
 
-def _state_dict(content: Any) -> Mapping[str, Tensor]:
+def _state_dict(content: Any) -> Group:
     """The named tensors of a PyTorch file, which may lie one level down."""
     for key in ("state_dict", "model"):
         if isinstance(content, Mapping) and isinstance(content.get(key), Mapping):

@@ -27,7 +27,7 @@ A lie about something that a method does not ask for changes nothing.
 from __future__ import annotations
 
 import math
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, replace
 from functools import cached_property
 from typing import Annotated, Literal, NamedTuple
@@ -46,7 +46,7 @@ from fedharmony.errors import ConfigError, nearest
 from fedharmony.methods.base import Stage
 from fedharmony.rng import numpy_rng, torch_rng
 from fedharmony.transport.base import Transport
-from fedharmony.types import PARAMS, Failure, Index, Record, Reply, Tensors
+from fedharmony.types import PARAMS, Answers, Index, Messages, Record, Reply, Tensors
 
 #: Kinds with a strength s, and what it is unless set.
 STRENGTHS: Mapping[str, float] = {
@@ -219,9 +219,7 @@ class Lying:
         lies = self._attack.settings.kind == "size" and client in self._attack.liars
         return round(self._attack.strength * size) if lies else size
 
-    def exchange(
-        self, stage: Stage, round: int, messages: Mapping[int, Record]
-    ) -> Iterator[Reply | Failure]:
+    def exchange(self, stage: Stage, round: int, messages: Messages) -> Answers:
         """Replies in the order of messages; those of liars changed."""
         attack, liars = self._attack, self._attack.lying(round, list(messages))
         lie = LIES.get(attack.settings.kind, _nothing)

@@ -2,11 +2,11 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Mapping
+from collections.abc import Mapping
 from typing import Protocol
 
 from fedharmony.methods.base import Stage
-from fedharmony.types import Failure, Record, Reply
+from fedharmony.types import Answers, Messages
 
 
 class Transport(Protocol):
@@ -32,7 +32,5 @@ class Transport(Protocol):
     def sizes(self) -> Mapping[int, int]:
         """Number of images of each client, by its id. It may grow between rounds."""
 
-    def exchange(
-        self, stage: Stage, round: int, messages: Mapping[int, Record]
-    ) -> Iterator[Reply | Failure]:
+    def exchange(self, stage: Stage, round: int, messages: Messages) -> Answers:
         """One reply or failure per message, in the order of ``messages``."""

@@ -12,14 +12,13 @@ process) that could look at what it adds. What goes into ``aggregate`` is the sa
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Mapping
 from dataclasses import dataclass
 from typing import Protocol, runtime_checkable
 
 from fedharmony.aggregate import added
 from fedharmony.methods.base import Stage
 from fedharmony.transport.base import Transport
-from fedharmony.types import Failure, Packed, Record, Reply
+from fedharmony.types import Answers, Failure, Messages, Packed, Record, Reply
 
 _Form = dict[tuple[str, str], tuple[int, ...]]
 
@@ -47,7 +46,7 @@ class Total:
 class Summing(Protocol):
     """A transport that brings back a sum, and no reply."""
 
-    def total(self, stage: Stage, round: int, messages: Mapping[int, Record]) -> Total:
+    def total(self, stage: Stage, round: int, messages: Messages) -> Total:
         """The sum of the shares of all clients that could give one."""
 
 
@@ -62,7 +61,7 @@ class AddedUp:
     def __init__(self, transport: Transport) -> None:
         self._transport = transport
 
-    def total(self, stage: Stage, round: int, messages: Mapping[int, Record]) -> Total:
+    def total(self, stage: Stage, round: int, messages: Messages) -> Total:
         """The sum, in the order of messages, so that it has the same bits every time."""
         total: Record | None = None
         form: _Form = {}
@@ -84,9 +83,7 @@ class AddedUp:
         saved = tuple(reply.client for reply in heard if reply.saved)
         return Total(total, clients, tuple(failures), nbytes, saved)
 
-    def _believed(
-        self, stage: Stage, round: int, messages: Mapping[int, Record]
-    ) -> Iterator[Reply | Failure]:
+    def _believed(self, stage: Stage, round: int, messages: Messages) -> Answers:
         """Answers of those who were asked, once each; who is silent has failed."""
         waiting = set(messages)
         for answer in self._transport.exchange(stage, round, messages):
