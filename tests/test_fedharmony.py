@@ -564,7 +564,7 @@ def test_misfits_in_parts_of_any_size(
     whole = harmony.misfits(replies, sent)
     assert whole.compared.all()
     for at_once in (18, 1):
-        monkeypatch.setattr(corr, "numbers_at_once", lambda device, n=at_once: n)
+        monkeypatch.setitem(corr.AT_ONCE, "cpu", at_once)
         assert all(map(torch.equal, harmony.misfits(replies, sent), whole))
     for own, misfit in zip(replies, whole.values.tolist(), strict=True):
         teacher = sent[own.client].get(TEACHER)
