@@ -5,7 +5,7 @@ from __future__ import annotations
 import torch
 from torch import Tensor
 
-from fedharmony.types import BUFFERS, PARAMS, Group, Layout, Packed, Record, Tensors
+from fedharmony.types import BUFFERS, PARAMS, Group, Layout, Packed, Record, Reply, Tensors
 
 _ROW = "row"  # where packed tensors are one
 #: The group of a share that holds numbers: the weight of the model, and what events say.
@@ -135,6 +135,13 @@ def weighted(record: Record, weight: float) -> Record:
         for group, members in record.groups.items()
     }
     return Record({**groups, NUMBERS: {"weight": torch.tensor(weight, dtype=torch.float64)}})
+
+
+def numbers_of(reply: Reply) -> dict[str, float]:
+    """What events say of a client's training, as numbers that can be added up."""
+    n, scalars = reply.examples, reply.record.scalars
+    loss, rows = (float(scalars.get(name, 0.0)) for name in ("loss", "rows"))
+    return {"examples": n, "loss": n * loss, "rows": rows}
 
 
 def added(total: Record | None, share: Record) -> Record:

@@ -139,6 +139,13 @@ class Packed(Mapping[str, Tensor]):
         return self.layout.numbers * self.row.element_size()
 
 
+def shapes_of(group: Group) -> dict[str, tuple[tuple[int, ...], torch.dtype]]:
+    """Shape and type of each tensor of a group, without a view of every one that is packed."""
+    if isinstance(group, Packed):
+        return {name: (shape, group.row.dtype) for name, shape in group.layout.shapes}
+    return {name: (tuple(t.shape), t.dtype) for name, t in group.items()}
+
+
 @dataclass(frozen=True)
 class Record:
     """Named groups of named tensors, plus named scalars.

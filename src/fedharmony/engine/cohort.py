@@ -15,7 +15,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from fedharmony.aggregate import NUMBERS
+from fedharmony.aggregate import NUMBERS, numbers_of
 from fedharmony.data.augment import AugmentSettings
 from fedharmony.data.base import LabelledImages
 from fedharmony.engine.clients import ClientData
@@ -149,12 +149,8 @@ class Cohort:
 
     def share(self, round: int, message: Record, reply: Reply) -> Reply:
         """What leaves a client where the server sees sums: its share, with numbers for events."""
-        view, n = self.data.view(reply.client, round), reply.examples
-        share = self.method.share(round, view, message, reply)
-        scalars = reply.record.scalars
-        loss, rows = (float(scalars.get(name, 0.0)) for name in ("loss", "rows"))
-        numbers = {"examples": n, "loss": n * loss, "rows": rows}
-        made = {name: torch.tensor(value, dtype=torch.float64) for name, value in numbers.items()}
+        share = self.method.share(round, self.data.view(reply.client, round), message, reply)
+        made = {n: torch.tensor(x, dtype=torch.float64) for n, x in numbers_of(reply).items()}
         record = Record({**share.groups, NUMBERS: {**share.get(NUMBERS), **made}})
         if self.clipping is not None:
             record = self.clipping.cut(record, message)

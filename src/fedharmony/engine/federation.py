@@ -19,7 +19,7 @@ from annotated_types import Ge, Gt, Le, Lt
 from pydantic import Field
 from torch import Tensor
 
-from fedharmony.aggregate import NUMBERS, pooled
+from fedharmony.aggregate import NUMBERS, numbers_of, pooled
 from fedharmony.config import Checked
 from fedharmony.engine.sampling import drops_out
 from fedharmony.engine.server_average import ServerAverage
@@ -27,7 +27,7 @@ from fedharmony.errors import ClientLimitError
 from fedharmony.methods.base import Method, Stage
 from fedharmony.privacy import Noise
 from fedharmony.robust import Robust, Rule
-from fedharmony.transport.base import Transport
+from fedharmony.transport.base import Transport, answers
 from fedharmony.transport.sums import AddedUp, Summing
 from fedharmony.types import (
     BUFFERS,
@@ -42,6 +42,7 @@ from fedharmony.types import (
     Record,
     Replies,
     Reply,
+    shapes_of,
 )
 
 Event = dict[str, Any]
@@ -53,7 +54,6 @@ Forms = Mapping[str, Mapping[str, Form]]
 #: How far a number may lie outside of its range by rounding.
 ROUNDING = 1e-6
 _ANY = (-math.inf, math.inf)
-_UNASKED = "it was not asked, or has answered already"
 
 
 @dataclass(frozen=True)
@@ -136,17 +136,12 @@ class Tally:
     def count(self, reply: Reply, epochs: int) -> None:
         """Add a good reply; ``epochs`` is 0 for a stage without training."""
         self.bytes_up += reply.record.nbytes
-        if reply.saved:
-            self.saved.append(reply.client)
+        self.saved += [reply.client] if reply.saved else []
         if epochs:
-            self.reported.append(reply.client)
-            self.examples += reply.examples
-            self.images += reply.examples * epochs
-            self.rows += float(reply.record.scalars.get("rows", 0.0))
-            self.loss += float(reply.record.scalars.get("loss", 0.0)) * reply.examples
+            self.add([reply.client], numbers_of(reply), epochs)
 
-    def count_sum(self, clients: Sequence[int], numbers: Mapping[str, float], epochs: int) -> None:
-        """Add the sum of a cohort's training; where clients are private, only who took part."""
+    def add(self, clients: Sequence[int], numbers: Mapping[str, float], epochs: int) -> None:
+        """Add what clients have trained: images, rows, and the sum of losses over images."""
         self.reported += clients
         self.examples += int(numbers.get("examples", 0))
         self.images += int(numbers.get("examples", 0)) * epochs
@@ -255,21 +250,15 @@ class Federation:
         same for every transport, so that sums over replies have the same bits.
         """
         expected, asked = self._expected(stage, state), self._asked(round, sent, tally)
-        waiting = set(asked)
-        for answer in self.transport.exchange(stage, round, asked):
+        for answer in answers(self.transport, stage, round, asked):
             if isinstance(answer, Reply):
-                asks = answer.client in waiting
-                reason = self._doubt(stage, answer, expected) if asks else _UNASKED
-                waiting.discard(answer.client)
+                reason = self._doubt(stage, answer, expected)
                 if reason is None:
                     tally.count(answer, self.epochs if stage.train else 0)
                     yield answer
                     continue
                 answer = Failure(answer.client, stage.name, round, reason)
-            waiting.discard(answer.client)
             tally.failures.append(self._named(answer))
-        silent = [Failure(k, stage.name, round, "it did not answer") for k in sorted(waiting)]
-        tally.failures += map(self._named, silent)
 
     def _named(self, failure: Failure) -> Failure:
         known = 0 <= failure.client < len(self.names)
@@ -305,7 +294,7 @@ class Federation:
             return
         numbers = {name: float(t) for name, t in total.record.get(NUMBERS).items()}
         if stage.train:
-            tally.count_sum(total.clients, numbers, self.epochs)
+            tally.add(total.clients, numbers, self.epochs)
         examples = int(numbers.get("examples", 0))
         if self.noise is None:
             record = Record(pooled(total.record, state))
@@ -390,10 +379,7 @@ def _misformed(group: str, tensors: Group, forms: Mapping[str, Form]) -> str | N
     if tensors.keys() != forms.keys():
         odd = sorted(tensors.keys() ^ forms.keys())
         return f"group {group!r} has missing or unexpected tensors: {', '.join(odd[:3])}"
-    if isinstance(tensors, Packed):
-        found = {n: (shape, tensors.row.dtype) for n, shape in tensors.layout.shapes}
-    else:
-        found = {n: (tuple(t.shape), t.dtype) for n, t in tensors.items()}
+    found = shapes_of(tensors)
     for name, form in forms.items():
         shape, dtype = found[name]
         if shape != form.shape:

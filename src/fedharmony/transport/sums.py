@@ -17,10 +17,8 @@ from typing import Protocol, runtime_checkable
 
 from fedharmony.aggregate import added
 from fedharmony.methods.base import Stage
-from fedharmony.transport.base import Transport
-from fedharmony.types import Answers, Failure, Messages, Packed, Record, Reply
-
-_Form = dict[tuple[str, str], tuple[int, ...]]
+from fedharmony.transport.base import Transport, answers
+from fedharmony.types import Failure, Messages, Record, Reply, shapes_of
 
 
 @dataclass(frozen=True)
@@ -64,45 +62,23 @@ class AddedUp:
     def total(self, stage: Stage, round: int, messages: Messages) -> Total:
         """The sum, in the order of messages, so that it has the same bits every time."""
         total: Record | None = None
-        form: _Form = {}
+        form: object = None
         heard: list[Reply] = []
         failures, nbytes = list[Failure](), 0
-        for answer in self._believed(stage, round, messages):
+        for answer in answers(self._transport, stage, round, messages):
             if isinstance(answer, Reply):
-                found = _form(answer.record)
-                form = form or found
-                if found == form:
-                    total = added(total, answer.record)
+                found = {group: shapes_of(t) for group, t in answer.record.groups.items()}
+                if answer.finite is False:
+                    reason = "its share holds a value that is not finite"
+                elif form not in (None, found):
+                    reason = "its share has another form than those before it"
+                else:
+                    form, total = found, added(total, answer.record)
                     nbytes += answer.record.nbytes
                     heard.append(Reply(answer.client, 0, Record(), saved=answer.saved))
                     continue
-                reason = "its share has another form than those before it"
                 answer = Failure(answer.client, stage.name, round, reason)
             failures.append(answer)
         clients = tuple(reply.client for reply in heard)
         saved = tuple(reply.client for reply in heard if reply.saved)
         return Total(total, clients, tuple(failures), nbytes, saved)
-
-    def _believed(self, stage: Stage, round: int, messages: Messages) -> Answers:
-        """Answers of those who were asked, once each; who is silent has failed."""
-        waiting = set(messages)
-        for answer in self._transport.exchange(stage, round, messages):
-            if answer.client in waiting:
-                waiting.discard(answer.client)
-                if isinstance(answer, Reply) and answer.finite is False:
-                    reason = "its share holds a value that is not finite"
-                    answer = Failure(answer.client, stage.name, round, reason)
-                yield answer
-        for client in sorted(waiting):
-            yield Failure(client, stage.name, round, "it did not answer")
-
-
-def _form(record: Record) -> _Form:
-    """Names and shapes of all tensors."""
-    shapes: _Form = {}
-    for group, members in record.groups.items():
-        if isinstance(members, Packed):
-            shapes |= {(group, name): shape for name, shape in members.layout.shapes}
-        else:
-            shapes |= {(group, name): tuple(t.shape) for name, t in members.items()}
-    return shapes
