@@ -5,7 +5,7 @@ from __future__ import annotations
 import torch
 from torch import Tensor
 
-from fedharmony.types import BUFFERS, PARAMS, Group, Layout, Packed, Record, Reply, Tensors
+from fedharmony.types import BUFFERS, PARAMS, Group, Layout, Packed, Record, Reply, Tensors, mapped
 
 _ROW = "row"  # where packed tensors are one
 #: The group of a share that holds numbers: the weight of the model, and what events say.
@@ -123,9 +123,9 @@ def scaled(tensors: Group, factor: float) -> Group:
     >>> scaled({"w": torch.tensor([1.0, 2.0]), "steps": torch.tensor(3)}, 2.0)
     {'w': tensor([2., 4.], dtype=torch.float64)}
     """
-    if isinstance(tensors, Packed):
-        return Packed(tensors.layout, tensors.row.double() * factor)
-    return {n: t.double() * factor for n, t in tensors.items() if t.is_floating_point()}
+    if not isinstance(tensors, Packed):
+        tensors = {n: t for n, t in tensors.items() if t.is_floating_point()}
+    return mapped(lambda t: t.double() * factor, tensors)
 
 
 def weighted(record: Record, weight: float) -> Record:
@@ -163,15 +163,8 @@ def pooled(total: Record, state: Record) -> dict[str, Group]:
     weight, groups = float(total.get(NUMBERS)["weight"]), dict(total.groups)
     for group in (PARAMS, BUFFERS):
         if sums := groups.get(group):
-            means = scaled(sums, 1.0) if not weight else _divided(sums, weight)
-            groups[group] = typed(means, state.get(group))
+            groups[group] = typed(mapped(lambda t: t / (weight or 1.0), sums), state.get(group))
     return groups
-
-
-def _divided(sums: Group, weight: float) -> Group:
-    if isinstance(sums, Packed):
-        return Packed(sums.layout, sums.row / weight)
-    return {name: tensor / weight for name, tensor in sums.items()}
 
 
 def typed(tensors: Group, like: Group) -> Group:

@@ -27,6 +27,7 @@ part when: that is what drawing cohorts hides.
 
 from __future__ import annotations
 
+import bisect
 import functools
 import logging
 import math
@@ -34,7 +35,7 @@ from collections import Counter
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
-from typing import TYPE_CHECKING, Annotated, Any, Literal
+from typing import TYPE_CHECKING, Annotated, Any, Literal, NamedTuple
 
 import torch
 from annotated_types import Gt, Le, Lt
@@ -50,8 +51,8 @@ if TYPE_CHECKING:
     from dp_accounting import DpEvent
 
 Sampling = Literal["poisson", "uniform"]
-#: The noise multipliers among which one is looked for.
-LEAST, MOST = 1e-3, 1e6
+#: The least noise multiplier that is looked for.
+LEAST = 1e-3
 
 
 @dataclass(frozen=True)
@@ -166,14 +167,8 @@ class Noise:
         return Record(groups, scalars)
 
 
-@dataclass(frozen=True)
-class Exchanges:
-    """How often clients are asked in a round: each time is one noisy sum.
-
-    Attributes:
-        cohort: exchanges with the round's cohort.
-        everyone: exchanges with all clients.
-    """
+class Exchanges(NamedTuple):
+    """How often the cohort, and everyone, is asked in a round: each time is one noisy sum."""
 
     cohort: int
     everyone: int
@@ -240,9 +235,8 @@ class Ledger:
                     chance = self.cohort / self.clients
                     sampled = library.PoissonSampledDpEvent(chance, gaussian)
                 else:
-                    sampled = library.SampledWithoutReplacementDpEvent(
-                        self.clients, self.cohort, gaussian
-                    )
+                    draw = self.clients, self.cohort
+                    sampled = library.SampledWithoutReplacementDpEvent(*draw, gaussian)
                 events.append(library.SelfComposedDpEvent(sampled, count))
             if kind.everyone:
                 gaussian = library.GaussianDpEvent(multiplier / math.sqrt(kind.everyone))
@@ -299,27 +293,24 @@ def budget(
         return Budget(ledger, ledger.multiplier(settings.epsilon, planned), planned)
     multiplier, most = settings.noise_multiplier, settings.epsilon or math.inf
 
-    def fits(count: int) -> bool:
-        return ledger.epsilon(multiplier, exchanges(count)) <= most
+    def cost(count: int) -> float:
+        return ledger.epsilon(multiplier, exchanges(count))
 
-    if fits(rounds):
+    if cost(rounds) <= most:
         return Budget(ledger, multiplier, exchanges(rounds))
-    low, high = 0, rounds  # low fits, high does not
-    while high - low > 1:
-        middle = (low + high) // 2
-        low, high = (middle, high) if fits(middle) else (low, middle)
-    if not low:
+    enough = bisect.bisect_right(range(1, rounds), most, key=cost)
+    if not enough:
         raise ConfigError(
             f"privacy.epsilon = {most:g} is spent before the first round ends: with "
             f"privacy.noise_multiplier = {multiplier:g} it costs "
-            f"{ledger.epsilon(multiplier, exchanges(1)):.3g}. Raise one of the two, or leave the "
+            f"{cost(1):.3g}. Raise one of the two, or leave the "
             "multiplier out: it is then found from epsilon."
         )
     warn_once(
-        f"privacy.epsilon = {most:g} suffices for {low} of the {rounds} rounds with "
+        f"privacy.epsilon = {most:g} suffices for {enough} of the {rounds} rounds with "
         f"privacy.noise_multiplier = {multiplier:g}: the run ends after them."
     )
-    return Budget(ledger, multiplier, exchanges(low))
+    return Budget(ledger, multiplier, exchanges(enough))
 
 
 @functools.cache

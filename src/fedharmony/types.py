@@ -15,7 +15,7 @@ is sent, what clients do with it, and how replies are folded.
 from __future__ import annotations
 
 import math
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from functools import cached_property
 from typing import ClassVar, NamedTuple, TypeAlias
@@ -139,6 +139,13 @@ class Packed(Mapping[str, Tensor]):
         return self.layout.numbers * self.row.element_size()
 
 
+def mapped(function: Callable[[Tensor], Tensor], group: Group) -> Group:
+    """A function of each tensor of a group; of the row as a whole, where they are packed."""
+    if isinstance(group, Packed):
+        return Packed(group.layout, function(group.row))
+    return {name: function(tensor) for name, tensor in group.items()}
+
+
 def shapes_of(group: Group) -> dict[str, tuple[tuple[int, ...], torch.dtype]]:
     """Shape and type of each tensor of a group, without a view of every one that is packed."""
     if isinstance(group, Packed):
@@ -190,15 +197,8 @@ class Record:
 
     def to(self, device: torch.device | str) -> Record:
         """The same record with its tensors on another device."""
-        return Record(
-            {
-                g: Packed(members.layout, members.row.to(device))
-                if isinstance(members, Packed)
-                else {n: t.to(device) for n, t in members.items()}
-                for g, members in self.groups.items()
-            },
-            self.scalars,
-        )
+        moved = {g: mapped(lambda t: t.to(device), own) for g, own in self.groups.items()}
+        return Record(moved, self.scalars)
 
 
 #: No number of a reply may be larger: its square would overflow in float32, and so would a model

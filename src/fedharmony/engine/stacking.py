@@ -2,12 +2,11 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Sequence
 from copy import copy
 from typing import Any
 
 import torch
-from torch import Tensor
 
 from fedharmony.types import BUFFERS, PARAMS, Group, Packed, Record, Tensors
 
@@ -31,27 +30,6 @@ def constants(frozen: Group, width: int, dtype: torch.dtype) -> Tensors:
     """The frozen tensors of a model for a stack of clients, without a copy for each."""
     cast = {n: t.to(dtype) if t.is_floating_point() else t for n, t in frozen.items()}
     return expand(cast, width)
-
-
-class OneClient(Group):
-    """The tensors of one client of a stack, taken out of it when they are asked for.
-
-    >>> client = OneClient({"w": torch.tensor([[1.0], [2.0]])}, 1)
-    >>> list(client), len(client), client["w"].tolist()
-    (['w'], 1, [2.0])
-    """
-
-    def __init__(self, tensors: Group, client: int) -> None:
-        self._tensors, self._client = tensors, client
-
-    def __getitem__(self, name: str) -> Tensor:
-        return self._tensors[name][self._client]
-
-    def __iter__(self) -> Iterator[str]:
-        return iter(self._tensors)
-
-    def __len__(self) -> int:
-        return len(self._tensors)
 
 
 class StackedMessage:

@@ -10,7 +10,7 @@ from torch import Tensor
 from fedharmony.engine.batches import Plan, plan_batches
 from fedharmony.engine.clients import ClientData
 from fedharmony.engine.compute_mode import ComputeMode
-from fedharmony.engine.stacking import OneClient, StackedMessage, constants, narrow
+from fedharmony.engine.stacking import StackedMessage, constants, narrow
 from fedharmony.engine.training import Show
 from fedharmony.losses import Batch
 from fedharmony.methods.base import Sweep
@@ -61,8 +61,7 @@ class Sweeper:
         index = self.data.upload(plan.index)
         read = tensors if sweep.reads == "gradients" else self.mode.lowered(tensors)
         draws = self._draws(sweep, round, clients, plan)
-        carry = stack([sweep.start(OneClient(tensors, m)) for m in range(len(clients))])
-        carry = {name: tensor.to(self.data.device) for name, tensor in carry.items()}
+        carry = sweep.started(tensors, len(clients), self.data.device)
         fold = torch.vmap(sweep.fold)
         for first, last, width, _ in plan.segments():
             params, groups = narrow(read, width), message.first(width)

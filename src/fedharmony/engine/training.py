@@ -25,10 +25,10 @@ from fedharmony.engine.gpu.compiled import Compiled
 from fedharmony.engine.gpu.graphs import Program, Recorder, StepInput
 from fedharmony.engine.lanes import Lanes, Trained
 from fedharmony.engine.optimise import TrainSettings, clip_gradients
-from fedharmony.engine.stacking import OneClient, StackedMessage, constants, narrow, over_clients
+from fedharmony.engine.stacking import StackedMessage, constants, narrow, over_clients
 from fedharmony.losses import Batch
 from fedharmony.methods.base import Method, Sweep
-from fedharmony.models.base import Model, stack
+from fedharmony.models.base import Model
 from fedharmony.types import BUFFERS, PARAMS, Group, Groups, Messages, Record, Tensors
 
 #: Called with (steps done, steps in all) during local training.
@@ -182,9 +182,7 @@ class Trainer:
         buffers = {name: tensor.clone() for name, tensor in message.stacked(BUFFERS).items()}
         sums: Tensors = {}
         if sweep is not None:
-            params = message.stacked(PARAMS)
-            sums = stack([sweep.start(OneClient(params, m)) for m in range(len(clients))])
-            sums = {name: tensor.to(data.device) for name, tensor in sums.items()}
+            sums = sweep.started(message.stacked(PARAMS), len(clients), data.device)
         frozen = constants(self.frozen, lanes.size, lanes.dtype)
         if not (self.mode.graphs or self.mode.fixed):
             return StackState(lanes, message, carry, sums, weights, buffers, frozen)

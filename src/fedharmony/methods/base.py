@@ -33,7 +33,7 @@ from __future__ import annotations
 import functools
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
-from typing import Any, ClassVar, Literal, Protocol, TypeVar
+from typing import Any, ClassVar, Literal, TypeAlias, TypeVar
 
 import torch
 from torch import Tensor
@@ -41,7 +41,7 @@ from torch import Tensor
 from fedharmony.aggregate import ModelMean, weighted
 from fedharmony.config import Checked
 from fedharmony.losses import Batch, LossSettings, task_loss
-from fedharmony.models.base import Head, stack
+from fedharmony.models.base import Head, stack, unstack
 from fedharmony.models.heads import LinearHead
 from fedharmony.registry import Registry
 from fedharmony.robust import Robust
@@ -143,7 +143,8 @@ class Sweep:
             ``labels`` (B, C), which spares the forward pass; the backbone's ``features`` (B, D);
             the ``images`` as they are, uint8 (B, channels, H, W) or features (B, F); or
             ``gradients``: per parameter (B, ...), one gradient of ``objective`` for each image.
-        start: ``params -> carry``, the initial carry of a client with these parameters.
+        start: ``params -> carry``, the initial carry of every client of a stack, from the
+            parameters of its first one.
         fold: ``(carry, values, batch) -> carry``.
         finish: ``(carry, params) -> tensors``.
         forms: ``params -> forms``: what the result looks like (shape, type, range), so that a wrong
@@ -167,6 +168,11 @@ class Sweep:
     draw: Callable[[torch.Generator, int], Tensors] | None = None
     during_training: bool = False
 
+    def started(self, params: Group, clients: int, device: torch.device) -> Tensors:
+        """The initial carry of a stack of clients with parameters (M, ...), (M, ...) each."""
+        one = self.start(unstack(params, 0))
+        return {n: torch.stack([t.to(device)] * clients) for n, t in one.items()}
+
 
 @dataclass(frozen=True)
 class Outcome:
@@ -177,18 +183,10 @@ class Outcome:
     log: Mapping[str, float] = field(default_factory=dict)
 
 
-class Broadcast(Protocol):
-    """Server before a stage: one message per client."""
-
-    def __call__(self, state: Record, round: int, clients: Sequence[int]) -> Messages:
-        """Messages by client id, in client order."""
-
-
-class Aggregate(Protocol):
-    """Server after a stage: fold the replies, in client order, into a new state."""
-
-    def __call__(self, state: Record, round: int, sent: Messages, replies: Replies) -> Outcome:
-        """``sent`` holds the messages this stage sent."""
+#: Server before a stage: ``(state, round, clients) -> messages``, in client order.
+Broadcast: TypeAlias = Callable[[Record, int, Sequence[int]], Messages]
+#: Server after a stage: ``(state, round, sent, replies) -> outcome``, replies in client order.
+Aggregate: TypeAlias = Callable[[Record, int, Messages, Replies], Outcome]
 
 
 @dataclass(frozen=True)
@@ -225,6 +223,22 @@ def stacked(function: Function) -> Function:
     """
     function.stacked = True  # type: ignore[attr-defined]
     return function
+
+
+def members(rounds: Mapping[int, int]) -> Tensors:
+    """Whose terms a sum holds, and of which round they are, as a group of the server's state."""
+    clients = sorted(rounds)
+    return {"client": torch.tensor(clients), "round": torch.tensor([rounds[k] for k in clients])}
+
+
+def rounds_of(members: Group) -> dict[int, int]:
+    """The round of each client's terms, from what :func:`members` gave; {} from nothing.
+
+    >>> rounds_of(members({7: 2, 3: 1}))
+    {3: 1, 7: 2}
+    """
+    clients, rounds = (members[n].tolist() if members else [] for n in ("client", "round"))
+    return dict(zip(clients, rounds, strict=True))
 
 
 def of_pixels(values: Tensor) -> Tensor:
@@ -325,6 +339,10 @@ class Method:
         """The same model for everybody, by reference."""
         message = Record({group: state.get(group) for group in (PARAMS, BUFFERS)})
         return dict.fromkeys(clients, message)
+
+    def ask(self, state: Record, round: int, clients: Sequence[int]) -> Messages:
+        """A message without a model, for stages whose sweep reads labels or images alone."""
+        return dict.fromkeys(clients, Record())
 
     # -- client -----------------------------------------------------------------------------------
 

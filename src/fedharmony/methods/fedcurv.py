@@ -32,7 +32,16 @@ from torch import Tensor
 
 from fedharmony.errors import ConfigError
 from fedharmony.losses import Batch, LossSettings, entries
-from fedharmony.methods.base import ClientView, Method, Outcome, Sweep, methods, stacked
+from fedharmony.methods.base import (
+    ClientView,
+    Method,
+    Outcome,
+    Sweep,
+    members,
+    methods,
+    rounds_of,
+    stacked,
+)
 from fedharmony.types import PARAMS, Form, Group, Groups, Messages, Record, Replies, Tensors
 
 FISHER = "fisher"  # reply: u_k, v_k; message: of which round the client's share in U, V is
@@ -102,7 +111,7 @@ class FedCurv(Method):
         messages = super().broadcast(state, round, clients)
         if MEMBERS not in state.groups:
             return messages
-        rounds = _rounds(state)
+        rounds = rounds_of(state.get(MEMBERS))
         sums = {group: state.get(group) for group in (SUM_U, SUM_V)}
         return {
             k: messages[k].replace({**sums, FISHER: {"round": torch.tensor(rounds.get(k, -1))}})
@@ -228,32 +237,20 @@ class FedCurv(Method):
         if not rounds:
             return outcome
         if remembers:
-            rounds = {**_rounds(state), **rounds}
+            rounds = {**rounds_of(state.get(MEMBERS)), **rounds}
             names = [f"{SEEN}{client}" for client in sorted(rounds)]
             seen = {name: seen.get(name) or state.get(name) for name in names}
             for fisher in seen.values():
                 _add(sums, fisher)
         params = state.get(PARAMS)
         U, V = ({n: sums[f"{kind}.{n}"].to(t.dtype) for n, t in params.items()} for kind in "uv")
-        members = {
-            "client": torch.tensor(sorted(rounds)),
-            "round": torch.tensor([rounds[k] for k in sorted(rounds)]),
-        }
         total = sum(t.sum(dtype=torch.float64) for t in U.values())
         mean = float(total) / sum(t.numel() for t in U.values())
         return Outcome(
-            outcome.state.replace({**seen, SUM_U: U, SUM_V: V, MEMBERS: members}),
+            outcome.state.replace({**seen, SUM_U: U, SUM_V: V, MEMBERS: members(rounds)}),
             outcome.weights,
             {**outcome.log, "pull_strength": self.config.weight * mean},
         )
-
-
-def _rounds(state: Record) -> dict[int, int]:
-    """Whose share is in U and V: the round of each client's."""
-    members = state.get(MEMBERS)
-    if not members:
-        return {}
-    return dict(zip(members["client"].tolist(), members["round"].tolist(), strict=True))
 
 
 def _quantile(tensors: Tensors, share: float) -> Tensor:

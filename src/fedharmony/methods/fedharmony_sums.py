@@ -15,7 +15,7 @@ import torch
 
 from fedharmony.aggregate import NUMBERS, scaled, typed
 from fedharmony.consensus import CORRELATION, FOLDED, WEIGHTED
-from fedharmony.methods.base import ClientView, Outcome
+from fedharmony.methods.base import ClientView, Outcome, members, rounds_of
 from fedharmony.types import BUFFERS, PARAMS, Group, Messages, Record, Replies, Reply
 
 if TYPE_CHECKING:
@@ -57,7 +57,7 @@ def refusal(config: FedHarmony.Config) -> str:
 
 def broadcast(method: FedHarmony, messages: Messages, state: Record, round: int) -> Messages:
     """θ, Σ w R, Σ w, clusters and λ_t for everybody; to each, of which round its terms are."""
-    rounds = _rounds(state)
+    rounds = rounds_of(state.get(MEMBERS))
     if len(rounds) < 2:
         return messages
     matrix = method.table(state).consensus(round).matrix
@@ -132,13 +132,9 @@ def aggregate(
     table = method.table(state)
     noise = float(record.scalars.get(f"noise {CORRELATION}", 0.0))
     table.add_shares(record.get(CORRELATION), round, noise)
-    rounds = {} if table.last_only else _rounds(state)
+    rounds = {} if table.last_only else rounds_of(state.get(MEMBERS))
     rounds |= dict.fromkeys(pool.clients, round)
-    members = {
-        "client": torch.tensor(sorted(rounds)),
-        "round": torch.tensor([rounds[k] for k in sorted(rounds)]),
-    }
-    state = model.update(state).replace({FOLDED: table.folded, MEMBERS: members})
+    state = model.update(state).replace({FOLDED: table.folded, MEMBERS: members(rounds)})
     state, agreement = method.keep_clusters(state, sent, CONSENSUS)
     return Outcome(state, {}, {**log, **agreement})
 
@@ -165,14 +161,6 @@ def _by_quality(method: FedHarmony, sums: Record, state: Record, alpha: float) -
         }
         groups[group] = typed(mixed, state.get(group))
     return Record(groups)
-
-
-def _rounds(state: Record) -> dict[int, int]:
-    """Whose terms the sums hold: the round of each client's."""
-    members = state.get(MEMBERS)
-    if not members:
-        return {}
-    return dict(zip(members["client"].tolist(), members["round"].tolist(), strict=True))
 
 
 def _own_terms(view: ClientView, message: Record) -> Group:

@@ -152,19 +152,15 @@ class FedNova(Method):
         moved = {n: (1 - factor) * t.double() + factor * after[n] for n, t in before.items()}
         groups: dict[str, Group] = {}
         if self.config.server_momentum > 0:
-            groups[MOMENTUM] = self._velocity(state, moved)
-            moved = {n: t.double() - groups[MOMENTUM][n] for n, t in before.items()}
+            # u ← γ u + (θ − θ') with the plain step's result θ'; then θ − u.
+            past, gamma = state.get(MOMENTUM), self.config.server_momentum
+            step = {n: t.double() - moved[n] for n, t in before.items()}
+            velocity = {n: gamma * past[n] + t for n, t in step.items()} if past else step
+            moved = {n: t.double() - velocity[n] for n, t in before.items()}
+            groups[MOMENTUM] = velocity
         groups[PARAMS] = {n: t.to(before[n].dtype) for n, t in moved.items()}
         return Outcome(
             averaged.replace(groups),
             {k: share / scaled for k, share in shares.items()},
             {"amplification": amplification, "server_step": factor},
         )
-
-    def _velocity(self, state: Record, moved: Tensors) -> Tensors:
-        """``u ← γ u + (θ − θ')`` with the server's momentum γ and the plain step's result θ'."""
-        past = state.get(MOMENTUM)
-        step = {name: t.double() - moved[name] for name, t in state.get(PARAMS).items()}
-        if not past:
-            return step
-        return {name: self.config.server_momentum * past[name] + t for name, t in step.items()}

@@ -88,7 +88,7 @@ class FedRDN(Method):
         update, everyone = super().stages(round), self.config.collect == "everyone"
         if everyone and round > 0:
             return update
-        ask = Stage("statistics", self._ask, self.collect, False, self.statistics(), everyone)
+        ask = Stage("statistics", self.ask, self.collect, False, self.statistics(), everyone)
         return [ask, *update]
 
     # -- statistics --------------------------------------------------------------------------------
@@ -154,10 +154,6 @@ class FedRDN(Method):
 
         forms = {"mean": Form((features,)), "std": Form((features,), low=self.config.min_std)}
         return Sweep(STATISTICS, "images", start, fold, finish, lambda params: forms)
-
-    def _ask(self, state: Record, round: int, clients: Sequence[int]) -> Messages:
-        """A message without a model: statistics of images need none."""
-        return dict.fromkeys(clients, Record())
 
     def collect(self, state: Record, round: int, sent: Messages, replies: Replies) -> Outcome:
         """Put the replies into the table, over older entries of the same clients.

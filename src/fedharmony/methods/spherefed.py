@@ -92,7 +92,7 @@ class SphereFed(Method):
         if self.config.variant == "s2":
             return stages
         if round == 0:
-            stages.insert(0, Stage("count", self._ask, self.count, False, self.counts(), True))
+            stages.insert(0, Stage("count", self.ask, self.count, False, self.counts(), True))
         if round == self.task.rounds - 1 and self.config.variant == "s1":
             stages.append(
                 Stage("calibrate", self.broadcast, self.calibrate, False, self.sums(), True)
@@ -173,10 +173,6 @@ class SphereFed(Method):
         )
 
     # -- server ------------------------------------------------------------------------------------
-
-    def _ask(self, state: Record, round: int, clients: Sequence[int]) -> Messages:
-        """A message without a model: counting labels needs none."""
-        return dict.fromkeys(clients, Record())
 
     def count(self, state: Record, round: int, sent: Messages, replies: Replies) -> Outcome:
         """k̂, the mean number of labels per image: the cosine's threshold is 0.5/√k̂."""

@@ -257,11 +257,6 @@ def _along(received: Tensors, update: Tensors, factor: float) -> Tensors:
     return {name: received[name] + factor * u for name, u in update.items()}
 
 
-def _filled(received: Tensors, value: float) -> Tensors:
-    """One and the same value everywhere."""
-    return {name: torch.full_like(tensor, value) for name, tensor in received.items()}
-
-
 def _noise(received: Tensors, update: Tensors, situation: Situation) -> Tensors:
     """θ + u + s·rms(u)·ε."""
     squares = sum(float(u.double().square().sum()) for u in update.values())
