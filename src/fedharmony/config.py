@@ -229,7 +229,8 @@ def checked(cls: Any, values: Mapping[str, Any]) -> Tree:
             if not reasons:
                 found[key] = adapters[key].validate_python(value, strict=True)
         except ValidationError as error:
-            reasons = "; ".join(dict.fromkeys(_reason(e["msg"]) for e in error.errors()))
+            told = (e["msg"].removeprefix("Value error, ") for e in error.errors())
+            reasons = "; ".join(dict.fromkeys(told))
         if reasons:
             words = f"{key} = {shown(value)} is not allowed: {reasons}."
             raise SettingError(cls.__qualname__, words)
@@ -259,10 +260,6 @@ def build(cls: type[T], values: Mapping[str, Any], where: str) -> T:
         raise ConfigError(f"Section {where}: {error}") from None
     except TypeError as error:
         raise ConfigError(f"Section {where} is incomplete: {error}.") from None
-
-
-def _reason(message: str) -> str:
-    return message.removeprefix("Value error, ")
 
 
 def _senseless(value: Any) -> str:

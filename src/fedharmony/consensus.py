@@ -75,18 +75,12 @@ _CLEAR = 2.0
 
 @dataclass(frozen=True)
 class Operator:
-    """The operator A of Eq. (3).
+    """The operator A of Eq. (3), as the module describes it.
 
     Attributes:
-        name: see the module.
-        kappa: κ, the number of images at which a matrix counts half of its size.
         min_examples: clients (or entries) with fewer images have no part in ``support``.
         min_support: ``support``: a label counts on a client when p̂ >= max(min_support, 1/(2n)).
-        decay: factor of the weight for each round of age.
-        trim: part of the values (``trimmed``) or of their weight (``support_trimmed``) that is
-            dropped at either end.
-        eps: of Eq. (2), for ``pooled``: as the matrices were made.
-        clamp: of Eq. (2), for ``pooled``: as the matrices were made.
+        eps: of Eq. (2), for ``pooled``: as the matrices were made; so is ``clamp``.
     """
 
     name: OperatorName = "support"
@@ -197,11 +191,7 @@ class CorrelationTable:
     def share(self, upload: Group, before: Group, images: int, round: int) -> Tensors:
         """What a client adds to the sums in a round: its terms, less what is left of its last ones.
 
-        Args:
-            upload: R_k, p̂_k.
-            before: those that the sums hold, with their round; nothing where they hold none.
-            images: n_k.
-            round: The round.
+        ``before`` is the upload that the sums hold, with its round; empty where they hold none.
         """
         self.place = upload["upper"].device
         sums, now = _Weighted(self, {}, round + 1), torch.full((), round)
@@ -247,12 +237,8 @@ class CorrelationTable:
     ) -> tuple[Agreement, list[Agreement]]:
         """Eq. (3) in a round: the consensus of everybody, and for each client that of the others.
 
-        Clients that are not in the table share everybody's.
-
-        Args:
-            clients: Who is taught.
-            round: The round, which says how old the rows are.
-            dtype: Of the clients' matrices, which are rounded at the very end.
+        Clients that are not in the table share everybody's. Their matrices are rounded to ``dtype``
+        at the very end.
         """
         consensus: _Weighted | _Middle | _WeightedMiddle
         if self.operator.name in WEIGHTED:
@@ -304,12 +290,8 @@ class _Weighted:
     """``Σ_j w_j R_j`` and ``Σ_j w_j`` per entry; for ``pooled`` the moments take the place of R.
 
     Leaving a client out is subtracting its terms. On a CPU clients are summed strictly one after
-    the other, hence the bits do not depend on how many of them are taken at a time.
-
-    Args:
-        table: Says how; what it has folded is part of the sums.
-        rows: The clients to be summed.
-        round: As which round sees them.
+    the other, hence the bits do not depend on how many of them are taken at a time. What the table
+    has folded is part of the sums.
     """
 
     def __init__(self, table: CorrelationTable, rows: Group, round: int) -> None:

@@ -82,12 +82,7 @@ class PrivacySettings(Checked):
 
 @dataclass(frozen=True)
 class Clipping:
-    """What a client does to its share before it leaves.
-
-    Attributes:
-        model: S of the update.
-        sums: S of every other part.
-    """
+    """What a client does to its share before it leaves; S of the update, and of all other parts."""
 
     model: float
     sums: float
@@ -126,8 +121,6 @@ class Noise:
 
     Attributes:
         multiplier: z.
-        clipping: the bounds of the shares.
-        sampling: how cohorts are drawn, which says how far one client can move a sum.
         cohort: expected clients per round, which updates are divided by, whoever has answered.
         seed: of the run. A simulation repeats to the bit; whoever knows the seed knows the noise.
     """
@@ -176,14 +169,7 @@ class Exchanges(NamedTuple):
 
 @dataclass(frozen=True)
 class Ledger:
-    """What a run costs.
-
-    Attributes:
-        delta: δ.
-        clients: K.
-        cohort: expected clients per round.
-        sampling: how cohorts are drawn.
-    """
+    """What a run costs, with cohorts of so many of K clients on average."""
 
     delta: float
     clients: int
@@ -252,13 +238,7 @@ class Ledger:
 
 @dataclass(frozen=True)
 class Budget:
-    """What a run costs, round by round: it does not depend on data, and is known beforehand.
-
-    Attributes:
-        ledger: counts ε.
-        multiplier: z.
-        rounds: the exchanges of each round.
-    """
+    """What a run costs, round by round: it does not depend on data, and is known beforehand."""
 
     ledger: Ledger
     multiplier: float
@@ -279,13 +259,9 @@ def budget(
     rounds: int,
     exchanges: Callable[[int], tuple[Exchanges, ...]],
 ) -> Budget:
-    """The noise, and as many rounds of those asked for as ε allows.
+    """The noise, and as many of the rounds asked for as ε allows.
 
-    Args:
-        settings: ε, or the noise, or both.
-        ledger: counts ε.
-        rounds: asked for.
-        exchanges: those of each round, for a run of so many rounds.
+    ``exchanges`` gives those of each round, for a run of so many rounds.
     """
     if settings.noise_multiplier is None:
         assert settings.epsilon is not None

@@ -70,14 +70,7 @@ ROUNDING = 1e-9
 
 @dataclass(frozen=True)
 class Robust:
-    """How models are averaged.
-
-    Attributes:
-        rule: see the module; "none" is the weighted mean.
-        bad: share of a cohort that may lie ("trimmed_mean", "multi_krum").
-        bound: "norm_bound", "same_direction": the largest length, in medians.
-        cap: the largest weight, in medians of the cohort's.
-    """
+    """How models are averaged: a rule of the module, or "none" for the weighted mean."""
 
     rule: Rule = "none"
     bad: float = 0.3
@@ -96,9 +89,7 @@ class Robust:
 class RobustMean(ModelMean):
     """Holds the models of a cohort, and makes the new one by a rule.
 
-    Args:
-        robust: the rule.
-        state: the server's state, with the model that clients received.
+    ``state`` is the server's, with the model that clients received.
     """
 
     def __init__(self, robust: Robust, state: Record) -> None:

@@ -207,14 +207,7 @@ LARGEST = 2.0**64
 
 
 class Form(NamedTuple):
-    """What a tensor of a reply must look like.
-
-    Attributes:
-        shape: of the tensor.
-        dtype: of its numbers.
-        low: no number lies below this,
-        high: and none above this, up to rounding.
-    """
+    """What a tensor of a reply must look like: no number lies outside of [low, high]."""
 
     shape: tuple[int, ...]
     dtype: torch.dtype = torch.float32
@@ -231,9 +224,6 @@ class Reply:
     """What one client sends back: its record and how many images stand behind it.
 
     Attributes:
-        client: who.
-        examples: images it trained on.
-        record: what it sends.
         finite: whether all values of the record are finite, if that is known: a stack of clients
             is looked at once, instead of each of them.
         saved: whether it comes from the plain path, because the fast one failed.

@@ -199,10 +199,6 @@ def _received(clients: Sequence[int], messages: Messages, group: str) -> Tensors
     """
     stack = StackedMessage([messages[k] for k in clients]).stacked(group)
     return {
-        n: t[:1].contiguous().expand_as(t) if _same(t) else t.contiguous() for n, t in stack.items()
+        n: t[:1].contiguous().expand_as(t) if t.stride(0) == 0 else t.contiguous()
+        for n, t in stack.items()
     }
-
-
-def _same(stack: Tensor) -> bool:
-    """Whether all clients of a stack look at one tensor."""
-    return stack.ndim > 0 and stack.stride(0) == 0

@@ -178,11 +178,7 @@ class Federation:
     """Runs a method over its clients, round by round.
 
     Attributes:
-        method: what is sent, and what is made of the replies.
-        transport: how messages reach clients.
         schedule: the cohort of each round; read when the round begins.
-        settings: who drops out, and how many may fail.
-        seed: of the run.
         epochs: local epochs, which bound the steps that a client may claim.
         opening: exchanges before the first training, whatever the method.
         names: of the clients, where they have some.

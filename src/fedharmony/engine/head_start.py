@@ -66,13 +66,7 @@ def opening(method: Method, head: Head, settings: FederationSettings) -> list[St
 
 @dataclass(frozen=True)
 class HeadStart:
-    """The stage that solves the head of a method.
-
-    Attributes:
-        method: whose backbone is looked through, and whose head is solved.
-        ridge: ρ, in units of the mean variance of a feature.
-        clients: who is asked: "all", the first "cohort", or so many, drawn.
-    """
+    """The stage that solves the head of a method, by the settings ``federation.head_…``."""
 
     method: Method
     ridge: float

@@ -99,9 +99,6 @@ class RoomTest:
     Attributes:
         model: what is trained, not compiled.
         params: its parameters, frozen ones included, of one client.
-        mode: how to compute.
-        device: where.
-        batch_size: rows of a full batch.
         image: shape of an input.
         share: part of the GPU's memory that the run may plan with.
     """

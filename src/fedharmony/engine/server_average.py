@@ -33,13 +33,7 @@ FADES = 0.5
 
 @dataclass(frozen=True)
 class ServerAverage:
-    """How global models are averaged.
-
-    Attributes:
-        rule: the largest e of ``s ← e s + (1 − e) θ``, where e = t/(t + 3) before it is reached in
-            round t = 0, 1, …; 0 averages nothing. ``"adaptive"``: e as the steps of the model say.
-            ``"last:K"``: the plain mean of the last K global models.
-    """
+    """How global models are averaged: ``federation.server_average`` is the rule."""
 
     rule: float | str = 0.0
 

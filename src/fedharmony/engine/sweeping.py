@@ -67,11 +67,9 @@ class Sweeper:
             params, groups = narrow(read, width), message.first(width)
             kept = narrow(buffers, width)
             part = narrow(carry, width)
-            steps = (self._index(plan, index, step, width) for step in range(first, last))
-            looked: Iterator[tuple[Tensor, Tensor | None]] = ((shown, None) for shown in steps)
-            if sweep.reads != "labels":
-                looked = self.data.gathered(steps)
-            for step, (shown, pixels) in enumerate(looked, start=first):
+            exact, fetch = not self.mode.few_shapes, sweep.reads != "labels"
+            looks = self.data.looks(plan, index, range(first, last), width, exact, fetch)
+            for step, (shown, pixels) in enumerate(looks, start=first):
                 rows = slice(step * size, step * size + shown.shape[1])
                 batch = self.data.batch(shown, {})
                 batch = batch._replace(draws={n: t[:width, rows] for n, t in draws.items()})
@@ -160,9 +158,3 @@ class Sweeper:
                 }
             )
         return {name: tensor.to(self.data.device) for name, tensor in stack(drawn).items()}
-
-    def _index(self, plan: Plan, index: Tensor, step: int, width: int) -> Tensor:
-        """Image indices (width, B) of a step, without rows that all clients only pad."""
-        if self.mode.few_shapes:
-            return index[step, :width]
-        return index[step, :width, : plan.rows(step, width)]

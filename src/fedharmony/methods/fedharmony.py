@@ -101,12 +101,9 @@ RECOMMENDED: Mapping[str, Any] = {
 
 
 class Misfits(NamedTuple):
-    """How far clients are from their teachers.
+    """How far clients are from their teachers: s_k, float64 (m,), and who could be compared, (m,).
 
-    Attributes:
-        values: s_k, float64 (m,).
-        compared: (m,), False for a client that shares no pair of labels with its teacher: nothing
-            to compare is not a perfect fit.
+    A client that shares no pair of labels with its teacher is not: that is not a perfect fit.
     """
 
     values: Tensor
@@ -225,21 +222,19 @@ class FedHarmony(Method):
 
         def __post_init__(self) -> None:
             super().__post_init__()
+            clash = ""
             if self.normaliser == "pearson" and self.consensus == "pooled":
-                raise ConfigError(
+                clash = (
                     "consensus = 'pooled' needs normaliser = 'phi': joint probabilities cannot be "
-                    "recovered from a Pearson matrix. Change one of the two."
+                    "recovered from a Pearson matrix"
                 )
-            if self.softness != 1 and self.consensus == "pooled":
-                raise ConfigError(
-                    "consensus = 'pooled' needs softness = 1: it pools probabilities. Change one "
-                    "of the two."
-                )
-            if self.shrinkage and self.normaliser == "phi":
-                raise ConfigError(
-                    f"shrinkage = {self.shrinkage:g} belongs to normaliser = 'pearson'; 'phi' has "
-                    "clamp instead. Change one of the two."
-                )
+            elif self.softness != 1 and self.consensus == "pooled":
+                clash = "consensus = 'pooled' needs softness = 1: it pools probabilities"
+            elif self.shrinkage and self.normaliser == "phi":
+                belongs = f"shrinkage = {self.shrinkage:g} belongs to normaliser = 'pearson'"
+                clash = f"{belongs}; 'phi' has clamp instead"
+            if clash:
+                raise ConfigError(f"{clash}. Change one of the two.")
 
     config: Config
 
@@ -460,9 +455,7 @@ class FedHarmony(Method):
     def pairs(self, clusters: Tensor, known: Tensor) -> Tensor:
         """Which entries of R_k and R*_k are compared, (..., C, C): ∪_g S_g × S_g where known.
 
-        Args:
-            clusters: Cluster of each label, (..., C).
-            known: Entries of R* that are known and, in s_k, of R_k too, (..., C, C).
+        ``known`` are entries of R* and, in s_k, of R_k too.
         """
         return pair_mask(clusters, known, diagonal=self.config.diagonal)
 
@@ -544,11 +537,6 @@ class FedHarmony(Method):
         Deviation: a client that is not reliable is given the mean s of the others. Of a few images
         R_k is close to 0, whatever was learnt.
 
-        Args:
-            misfits: s_k, (m,).
-            reliable: Whose s_k can be trusted, boolean (m,).
-            gamma: γ.
-
         >>> task = Task(2, 2, rounds=1, batch_size=1, epochs=1, seed=0, width=1, lr=0.1)
         >>> method = FedHarmony(FedHarmony.Config(), task)
         >>> both = torch.tensor([True, True])
@@ -568,11 +556,7 @@ class FedHarmony(Method):
         of ten that leaves half of the clients without weight. "bounded" takes no more of γ than
         leaves ``min_effective`` of the effective clients 1/Σω² that γ = 0 has.
 
-        Args:
-            n: Weights by size, (m,), not normalised.
-            misfits: s_k, (m,).
-            reliable: Whose s_k can be trusted, boolean (m,).
-            alpha: α.
+        ``n`` are weights by size, not normalised; ``reliable`` is whose s_k can be trusted.
         """
         size, gamma = n / n.sum(), self.config.temperature
         deviation = float(misfits[reliable].std(correction=0)) if reliable.any() else 0.0

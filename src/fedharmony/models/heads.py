@@ -20,10 +20,6 @@ class LinearHead(Head):
     >>> params = head.init(torch.Generator().manual_seed(0))
     >>> {name: tuple(tensor.shape) for name, tensor in params.items()}
     {'head.weight': (3, 4), 'head.bias': (3,)}
-
-    Attributes:
-        width: feature width D.
-        classes: number of labels C.
     """
 
     width: int
@@ -59,7 +55,6 @@ class SphereHead(Head):
     True
 
     Attributes:
-        width: feature width D.
         classes: number of labels C, at most the dimension of the sphere.
         projection: dimension of the sphere where a trained linear map leads to it; none means D.
     """

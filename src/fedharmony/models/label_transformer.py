@@ -39,10 +39,7 @@ class LabelTransformer(Head):
 
     Attributes:
         width: width D of the patches.
-        classes: number of labels C.
         embedding: width of the tokens.
-        heads: attention heads.
-        layers: number of layers.
         feedforward: hidden width of a layer's MLP.
         rate: dropout rate in training.
         text: label table (C, embedding) and state table (3, embedding) in the order unknown,

@@ -33,14 +33,8 @@ def load_weights(
     Args:
         path: ``.safetensors``; a ``.pth``, ``.pt`` or ``.bin`` file that ``torch.load`` reads
             without unpickling objects; or the original ``.npz``. Tensors may be of half precision.
-        shapes: name and shape of every parameter that is wanted.
+        shapes: name and shape of every parameter that is wanted, in the order of the result.
         grid: rows and columns of patches of the images to come.
-
-    Returns:
-        Float32 tensors on the CPU, one for each name of ``shapes`` and in that order.
-
-    Raises:
-        ConfigError: The file is missing, damaged, or of another architecture.
     """
     path = Path(path).expanduser()
     tensors = {

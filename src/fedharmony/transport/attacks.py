@@ -132,13 +132,7 @@ Lie = Callable[[Record, Situation], Record]
 
 @dataclass(frozen=True)
 class Attack:
-    """Who lies in a run, and how.
-
-    Attributes:
-        settings: kind, share, strength and rounds.
-        clients: all clients that hold images.
-        seed: of the run.
-    """
+    """Who lies in a run, of all clients that hold images, and how."""
 
     settings: AttackSettings = AttackSettings()
     clients: Sequence[int] = ()

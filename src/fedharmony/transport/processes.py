@@ -29,13 +29,7 @@ from fedharmony.types import Answers, Failure, Messages, Record, Reply
 
 @dataclass(frozen=True)
 class ProcessGroup:
-    """The processes of a run.
-
-    Attributes:
-        rank: which of them this one is; rank 0 writes, evaluates and prints.
-        size: how many there are.
-        local_rank: which one on this host.
-    """
+    """The processes of a run: which one this is, of how many, and which one on this host."""
 
     rank: int = 0
     size: int = 1
