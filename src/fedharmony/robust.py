@@ -243,12 +243,6 @@ def _common_layout(models: Sequence[Group]) -> list[Packed] | None:
     return packed if alike else None
 
 
-def _distances(gram: Tensor) -> Tensor:
-    """‖u_j − u_k‖² from products, (m, m)."""
-    own = gram.diagonal()
-    return (own[:, None] + own[None, :] - 2 * gram).clamp(min=0)
-
-
 def krum(gram: Tensor, bad: int) -> Tensor:
     """1 for the m − f clients that are nearest to their m − f − 2 nearest others, else 0.
 
@@ -260,7 +254,9 @@ def krum(gram: Tensor, bad: int) -> Tensor:
     """
     clients = len(gram)
     bad = max(0, min(bad, (clients - 3) // 2))
-    ordered = _distances(gram).sort(1).values  # the first is a client's distance to itself
+    own = gram.diagonal()
+    distances = (own[:, None] + own - 2 * gram).clamp(min=0)  # ‖u_j − u_k‖²
+    ordered = distances.sort(1).values  # the first is a client's distance to itself
     score = ordered[:, 1 : max(1, clients - bad - 2) + 1].sum(1)
     chosen = torch.zeros_like(score)
     chosen[score.argsort(stable=True)[: clients - bad]] = 1

@@ -7,7 +7,6 @@ is ordered by size and shrinks as clients finish, so padding never enters a resu
 
 from __future__ import annotations
 
-import functools
 from collections.abc import Mapping, Sequence
 from functools import cached_property
 from typing import Any
@@ -65,16 +64,27 @@ class Cohort:
         self.mode, self.method, self.clipping = mode or ComputeMode(), method, clipping
         self.data = ClientData(data, clients, seed, device, memory or ClientMemory())
         self.sizes = self.data.sizes
-        constants = {name: tensor.to(device) for name, tensor in (frozen or {}).items()}
-        self._make = functools.partial(
-            _workers, model, method, settings, self.data, constants, changes, sweep_batch
+        self._model, self._settings, self._sweep_batch = model, settings, sweep_batch
+        self._frozen = {name: tensor.to(device) for name, tensor in (frozen or {}).items()}
+        self._changes = changes or AugmentSettings()
+        self.trainer, self.sweeper = self._workers(self.mode)
+
+    def _workers(self, mode: ComputeMode) -> tuple[Trainer, Sweeper]:
+        """Who trains and who sweeps, with everything compiled that ``mode`` says."""
+        model, method, frozen, show = self._model, self.method, self._frozen, _shower(self.method)
+        if mode.compile:
+            said: set[str] = set()
+            model = model.compiled(lambda piece: CompiledPiece(piece, mode.backend, said))
+            show = Compiled(show, mode.backend)
+        trainer = Trainer(
+            model, method, self._settings, self.data, mode, frozen, self._changes, show
         )
-        self.trainer, self.sweeper = self._make(self.mode)
+        return trainer, Sweeper(model, self.data, mode, frozen, show, self._sweep_batch)
 
     @cached_property
     def _plain(self) -> tuple[Trainer, Sweeper]:
         """The same clients on the plain path."""
-        return self._make(ComputeMode())
+        return self._workers(ComputeMode())
 
     def go_plain(self) -> None:
         """Take the plain path from now on."""
@@ -155,28 +165,6 @@ class Cohort:
         if self.clipping is not None:
             record = self.clipping.cut(record, message)
         return Reply(reply.client, 0, record, reply.finite, reply.saved)
-
-
-def _workers(
-    model: Model,
-    method: Method,
-    settings: TrainSettings,
-    data: ClientData,
-    frozen: Tensors,
-    changes: AugmentSettings | None,
-    sweep_batch: int,
-    mode: ComputeMode,
-) -> tuple[Trainer, Sweeper]:
-    """Who trains and who sweeps, with everything compiled that ``mode`` says."""
-    show = _shower(method)
-    if mode.compile:
-        said: set[str] = set()
-        model = model.compiled(lambda piece: CompiledPiece(piece, mode.backend, said))
-        show = Compiled(show, mode.backend)
-    trainer = Trainer(
-        model, method, settings, data, mode, frozen, changes or AugmentSettings(), show
-    )
-    return trainer, Sweeper(model, data, mode, frozen, show, sweep_batch)
 
 
 def _shower(method: Method) -> Show:

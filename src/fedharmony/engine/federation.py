@@ -215,7 +215,9 @@ class Federation:
         for round in range(start, len(self.schedule)):
             began, tally, cohort = time.perf_counter(), Tally(), self.schedule[round]
             for stage in self.stages(round):
-                before, asked = state, self._everyone() if stage.everyone else cohort
+                before, asked = state, cohort
+                if stage.everyone:  # who holds images now: one may have joined since last round
+                    asked = sorted(k for k, size in self.transport.sizes.items() if size > 0)
                 if not asked:
                     continue
                 sent = stage.broadcast(state, round, asked)
@@ -232,10 +234,6 @@ class Federation:
             observe(tally.event(round, cohort, time.perf_counter() - began))
             after_round(round, state)
         return state
-
-    def _everyone(self) -> list[int]:
-        """All clients that hold images now: one may have joined since the last round."""
-        return sorted(k for k, size in self.transport.sizes.items() if size > 0)
 
     def _replies(
         self, stage: Stage, state: Record, round: int, sent: Messages, tally: Tally

@@ -38,7 +38,7 @@ from fedharmony.engine.federation import FederationSettings
 from fedharmony.engine.head_trust import trusted
 from fedharmony.errors import ConfigError
 from fedharmony.losses import Batch
-from fedharmony.methods.base import Method, Outcome, Stage, Sweep
+from fedharmony.methods.base import Method, Outcome, Stage, Sweep, zeros
 from fedharmony.models.base import Head
 from fedharmony.rng import numpy_rng
 from fedharmony.terminal import warn_once
@@ -123,9 +123,7 @@ class HeadStart:
             "cross": Form((classes, size), torch.float64),
         }
 
-        def start(params: Group) -> Tensors:
-            shapes = {"gram": (matrices, size, size), "cross": (classes, size)}
-            return {n: torch.zeros(shape, dtype=torch.float64) for n, shape in shapes.items()}
+        start = zeros(gram=(matrices, size, size), cross=(classes, size))
 
         def fold(carry: Tensors, features: Tensor, batch: Batch) -> Tensors:
             f = features.double()

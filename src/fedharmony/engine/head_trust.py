@@ -16,6 +16,7 @@ alike. All sums are held until the last reply.
 
 from __future__ import annotations
 
+import functools
 from collections.abc import Sequence
 
 import torch
@@ -66,16 +67,13 @@ def _can_be_true(sums: Group, images: int) -> bool:
 
 def _fit(sums: Sequence[Group], ridge: float) -> Tensor:
     """Least squares on labels 0 and 1, (C, D + 1)."""
-    gram, cross = (sum(parts[1:], parts[0]) for parts in _columns(sums))
+    gram = functools.reduce(torch.add, map(_gram, sums))
+    cross = functools.reduce(torch.add, [own["cross"] for own in sums])
     size = gram.shape[-1]
     shift = ridge * gram.diagonal(dim1=-2, dim2=-1).mean(-1).clamp(min=1e-12)
     penalised = gram + shift[:, None, None] * torch.eye(size).to(gram)
     fitted: Tensor = torch.linalg.solve(penalised, cross.unsqueeze(-1)).squeeze(-1)
     return fitted
-
-
-def _columns(sums: Sequence[Group]) -> tuple[list[Tensor], list[Tensor]]:
-    return [_gram(own) for own in sums], [own["cross"] for own in sums]
 
 
 def _error(sums: Group, head: Tensor) -> float:

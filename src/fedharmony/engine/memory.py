@@ -147,13 +147,13 @@ class ClientMemory:
         """Hold as the most recently used; without a folder there is nowhere else to keep it."""
         self._release(key)
         self._held[key] = tensors
-        self._bytes += _size(tensors)
+        self._bytes += Record({GROUP: tensors}).nbytes
         while self._folder is not None and self._bytes > self._limit and self._held:
             self._release(next(iter(self._held)))
 
     def _release(self, key: tuple[int, int]) -> None:
         if key in self._held:
-            self._bytes -= _size(self._held.pop(key))
+            self._bytes -= Record({GROUP: self._held.pop(key)}).nbytes
 
     def _drop(self, client: int, round: int) -> None:
         self._rounds[client].remove(round)
@@ -161,7 +161,3 @@ class ClientMemory:
         self._digests.pop((client, round), None)
         if self._folder is not None:
             self._file(client, round).unlink(missing_ok=True)
-
-
-def _size(tensors: Group) -> int:
-    return sum(t.numel() * t.element_size() for t in tensors.values())

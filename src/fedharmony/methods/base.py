@@ -174,6 +174,11 @@ class Sweep:
         return {n: torch.stack([t.to(device)] * clients) for n, t in one.items()}
 
 
+def zeros(**shapes: tuple[int, ...]) -> Callable[[Group], Tensors]:
+    """The ``start`` of a sweep that adds up in float64."""
+    return lambda params: {n: torch.zeros(s, dtype=torch.float64) for n, s in shapes.items()}
+
+
 @dataclass(frozen=True)
 class Outcome:
     """What a stage leaves behind: the new state, the weights used, and numbers for the log."""

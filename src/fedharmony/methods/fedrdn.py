@@ -40,6 +40,7 @@ from fedharmony.methods.base import (
     methods,
     of_pixels,
     stacked,
+    zeros,
 )
 from fedharmony.types import Form, Group, Groups, Messages, Record, Replies, Tensors
 
@@ -105,9 +106,7 @@ class FedRDN(Method):
         """
         channels = len(self.task.mean)
 
-        def start(params: Group) -> Tensors:
-            shapes = {"mean": (channels,), "std": (channels,), "rows": ()}
-            return {n: torch.zeros(shape, dtype=torch.float64) for n, shape in shapes.items()}
+        start = zeros(mean=(channels,), std=(channels,), rows=())
 
         def fold(carry: Tensors, images: Tensor, batch: Batch) -> Tensors:
             pixels = images.flatten(2).int()
@@ -134,9 +133,7 @@ class FedRDN(Method):
         """Per standardised feature z, ``μ = mean(z)`` and ``σ = √(mean(z²) − μ²)`` over samples."""
         features = len(self.task.mean)
 
-        def start(params: Group) -> Tensors:
-            shapes = {"sum": (features,), "squares": (features,), "rows": ()}
-            return {n: torch.zeros(shape, dtype=torch.float64) for n, shape in shapes.items()}
+        start = zeros(sum=(features,), squares=(features,), rows=())
 
         def fold(carry: Tensors, inputs: Tensor, batch: Batch) -> Tensors:
             z, rows = Method.normalise(self, inputs, {}, {}).double(), batch.rows.double()

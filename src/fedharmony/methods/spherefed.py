@@ -33,7 +33,7 @@ from torch import Tensor
 from fedharmony.correlation import pack_upper, unpack_upper
 from fedharmony.errors import ConfigError
 from fedharmony.losses import Batch, task_loss
-from fedharmony.methods.base import Method, Outcome, Stage, Sweep, methods, stacked
+from fedharmony.methods.base import Method, Outcome, Stage, Sweep, methods, stacked, zeros
 from fedharmony.models.heads import SphereHead
 from fedharmony.types import FROZEN, Form, Group, Groups, Messages, Record, Replies, Tensors
 
@@ -148,10 +148,6 @@ class SphereFed(Method):
             "norm": Form((), torch.float64, low=0),
         }
 
-        def start(params: Group) -> Tensors:
-            shapes = {"a": (size, size), "b": (size, classes), "norm": ()}
-            return {n: torch.zeros(shape, dtype=torch.float64) for n, shape in shapes.items()}
-
         def fold(carry: Tensors, features: Tensor, batch: Batch) -> Tensors:
             features, rows = features.double(), batch.rows.double()
             z = F.normalize(features, dim=-1)
@@ -166,7 +162,7 @@ class SphereFed(Method):
         return Sweep(
             SUMS,
             "features",
-            start,
+            zeros(a=(size, size), b=(size, classes), norm=()),
             fold,
             lambda carry, params: {**carry, "a": pack_upper(carry["a"])},
             lambda params: forms,

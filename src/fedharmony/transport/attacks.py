@@ -216,7 +216,8 @@ class Lying:
     def exchange(self, stage: Stage, round: int, messages: Messages) -> Answers:
         """Replies in the order of messages; those of liars changed."""
         attack, liars = self._attack, self._attack.lying(round, list(messages))
-        lie = LIES.get(attack.settings.kind, _nothing)
+        # Without one it says the truth: the lie is in the labels, or in the number of images.
+        lie = LIES.get(attack.settings.kind, lambda reply, situation: reply)
         for answer in self._honest.exchange(stage, round, messages):
             if isinstance(answer, Reply) and answer.client in liars:
                 generator = torch_rng(attack.seed, f"lie {stage.name}", round, answer.client)
@@ -226,11 +227,6 @@ class Lying:
                 # Whether its numbers are finite is the server's to find out.
                 answer = replace(answer, record=record, examples=examples, finite=None)
             yield answer
-
-
-def _nothing(reply: Record, situation: Situation) -> Record:
-    """Says the truth: the lie is in the labels, or in the number of images."""
-    return reply
 
 
 def _about_model(change: Callable[[Tensors, Tensors, Situation], Tensors]) -> Lie:
