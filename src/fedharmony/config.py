@@ -193,6 +193,19 @@ def keys(cls: type[Any]) -> list[str]:
     return [f.name for f in dataclasses.fields(cls) if f.init]
 
 
+def shared(cls: type[Any], settings: Any, **others: Any) -> Tree:
+    """Those arguments of a dataclass that settings have by the same name, and ``others``.
+
+    >>> @dataclasses.dataclass
+    ... class Ball:
+    ...     radius: float
+    ...     mass: float
+    >>> shared(Ball, Ball(1.0, 2.0), mass=3.0)
+    {'radius': 1.0, 'mass': 3.0}
+    """
+    return {k: getattr(settings, k) for k in keys(cls) if hasattr(settings, k)} | others
+
+
 class SettingError(ConfigError):
     """A setting has a value that it cannot have; ``words`` say which, without its section."""
 

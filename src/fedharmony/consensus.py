@@ -114,8 +114,6 @@ class CorrelationTable:
     they forget the oldest.
 
     Args:
-        classes: C.
-        operator: A.
         capacity: clients in the table; the last that were added always fit.
         last_only: whether to forget all others when clients are added.
         unknown_labels: whether clients tell the share of their images behind each entry.

@@ -207,14 +207,11 @@ class Correlation:
     Variants belong here: :meth:`scores` says what is correlated, :meth:`matrix` how.
 
     Attributes:
-        classes: C.
-        unknown_labels: whether some labels of the images are unknown.
         normaliser: "phi" as Eq. (2) has it; "pearson" divides by the standard deviations of the
             scores instead, and a score that does not vary correlates 0 with everything.
         eps: ε, added to the denominator.
         clamp: Deviation: p̂ is clamped to [clamp, 1 − clamp] in the denominator of "phi" (not in the
             numerator), else the gradient is unbounded for a label never predicted.
-        denominator_grad: whether gradients flow through the denominator.
         shrinkage: added to the variances of "pearson": what hardly varies correlates little.
         softness: T of the scores σ(z / T) that are correlated; the larger, the nearer to logits.
     """
@@ -352,10 +349,8 @@ def label_pairs(
 def phi(both: Tensor, first: Tensor, images: Tensor) -> tuple[Tensor, Tensor]:
     """φ of all pairs of labels from counts (C, C), and which pairs it is defined for.
 
-    Args:
-        both: images with both labels.
-        first: images with the label of the row, among those that know both.
-        images: those that know both.
+    Counted are images with ``both`` labels, with the ``first`` one (of the row), and all, among
+    those that know both.
     """
     scale = first * (images - first)
     # A square root of the product, not a product of roots: exactly 1 on the diagonal.
@@ -371,9 +366,6 @@ def pair_mask(clusters: Tensor, known: Tensor | None = None, *, diagonal: bool =
         clusters: Cluster of each label, (..., C); −1 for a label in no cluster, which has no pairs.
         known: Pairs the teacher knows, (..., C, C); all of them by default.
         diagonal: Also include each label with itself (if known), those in no cluster too.
-
-    Returns:
-        Boolean (..., C, C).
 
     >>> pair_mask(torch.tensor([0, 0, -1])).int()
     tensor([[0, 1, 0],
@@ -402,8 +394,8 @@ def discrepancy(
 
     Args:
         matrix: R, shape (..., C, C).
-        teacher: R*, shape (..., C, C).
-        pairs: Included entries, boolean (..., C, C), see :func:`pair_mask`.
+        teacher: R*, likewise.
+        pairs: Included entries, boolean, see :func:`pair_mask`.
         kind: ``"squared_frobenius"``, the paper's f with weights 1 in a block and 0 elsewhere;
             ``"frobenius"``, its square root: one norm over all included entries, not a sum of one
             norm per cluster; ``"cosine"``, one minus the cosine of the angle between the included

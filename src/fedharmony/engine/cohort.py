@@ -36,12 +36,9 @@ class Cohort:
     """Trains and sweeps stacks of clients whose data it holds.
 
     Args:
-        data: the training images of all clients.
         clients: by client id, the indices of its images.
         sweep_batch: images per client and step in passes without training.
         frozen: the model's frozen tensors, which never travel.
-        memory: what clients keep between rounds.
-        changes: random changes of training images.
         clipping: bounds of what leaves a client, for differential privacy.
     """
 

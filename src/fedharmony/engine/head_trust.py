@@ -33,12 +33,9 @@ FITS = 10
 
 
 def trusted(sums: Sequence[Group], images: Sequence[int], ridge: float) -> list[Group]:
-    """The sums that are believed.
+    """The sums that are believed, of clients that have announced so many images.
 
-    Args:
-        sums: A_k (``gram``: upper triangles, one or one per label) and B_k (``cross``: (C, D + 1)).
-        images: as announced by each client.
-        ridge: ρ, in units of the mean square of a feature.
+    ρ is in units of the mean square of a feature.
     """
     possible = [own for own, n in zip(sums, images, strict=True) if _can_be_true(own, n)]
     kept = possible

@@ -42,9 +42,6 @@ class StackState:
     """What the steps of a stack read and write, beside its lanes.
 
     Attributes:
-        lanes: parameters and moments.
-        message: what the clients received.
-        frozen: the frozen tensors.
         held: (M, ...) each, by group: the ``carry`` of their losses; ``sums``, what a sweep has
             folded of their last epoch; ``weights`` of labels and positives in the loss; ``buffers``
             that the model renews while it trains.

@@ -101,12 +101,9 @@ class Task:
 
 @dataclass(frozen=True)
 class ClientView:
-    """What a client knows when a round begins.
+    """What a client knows when a round begins: its number of images, positives, and memory.
 
-    Attributes:
-        examples: n_k, the number of its images.
-        counted: :attr:`positives`, or how to count them.
-        memory: what :meth:`Method.remember` kept when it last took part; empty the first time.
+    The memory is what :meth:`Method.remember` kept when it last took part; empty the first time.
     """
 
     examples: int
@@ -200,10 +197,7 @@ class Stage:
 
     Attributes:
         name: unique within a round; clients elsewhere find the stage by it, and logs show it.
-        broadcast: makes the messages.
-        aggregate: folds the replies.
         train: whether clients train before the sweep; if so they return their model.
-        sweep: the pass over local data, if the stage has one.
         everyone: ask all clients instead of the round's cohort.
     """
 

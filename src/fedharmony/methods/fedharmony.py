@@ -47,7 +47,7 @@ from torch import Tensor
 from fedharmony.aggregate import effective_clients
 from fedharmony.alignment import Alignment, neutral
 from fedharmony.clusters import cluster_agreement, default_groups, spectral_clusters
-from fedharmony.config import machine_memory
+from fedharmony.config import machine_memory, shared
 from fedharmony.consensus import (
     BY_ENTRY,
     CORRELATION,
@@ -286,33 +286,11 @@ class FedHarmony(Method):
             )
         self.horizon = task.rounds / 2 if config.horizon is None else config.horizon
         self.cluster_every = config.cluster_every or (1 if task.classes < CLUSTERED_OFTEN else 5)
-        self.correlation = Correlation(
-            task.classes,
-            task.unknown_labels,
-            normaliser=config.normaliser,
-            eps=config.epsilon,
-            clamp=config.clamp,
-            denominator_grad=config.denominator_grad,
-            shrinkage=config.shrinkage,
-            softness=config.softness,
-        )
-        self.align = Alignment(
-            self.correlation,
-            estimator=config.estimator,
-            window=config.window,
-            distance=config.distance,
-            reduction=config.reduction,
-        )
-        self.operator = Operator(
-            config.consensus,
-            kappa=config.kappa,
-            min_examples=config.min_examples,
-            min_support=config.min_support,
-            decay=config.staleness_decay,
-            trim=config.trim,
-            eps=config.epsilon,
-            clamp=config.clamp,
-        )
+        kind = shared(Correlation, config, eps=config.epsilon)
+        self.correlation = Correlation(task.classes, task.unknown_labels, **kind)
+        self.align = Alignment(self.correlation, **shared(Alignment, config))
+        kind = shared(Operator, config, eps=config.epsilon, decay=config.staleness_decay)
+        self.operator = Operator(config.consensus, **kind)
         self.triangle = task.classes * (task.classes + 1) // 2
         #: Clients whose matrices (float32, and what each entry stands on) fit into the table.
         numbers = self.triangle * (2 if task.unknown_labels else 1)

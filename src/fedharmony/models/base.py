@@ -99,18 +99,15 @@ class Backbone(ABC):
 
     Attributes:
         config: the settings; a subclass has its own ``Config``, which inherits from this one.
-        name: registered name.
         stackable: whether more than one client may be applied at a time.
-        takes: what it is built for, images or feature vectors.
         mixes_images: whether images of a batch influence each other in training, as batch
             normalisation does it. Then batches hold no padding, so that steps have any size: they
             are neither compiled nor recorded. Only such a backbone may have buffers, and it is not
             stackable.
         width: feature width D.
         patches: patches of an image that :meth:`tokens` tells apart; 0 where there are none.
-        mean: mean of the expected input normalisation: per channel, for images in [0, 1], or per
-            feature.
-        std: standard deviation of the expected input normalisation, likewise.
+        mean: of the expected input normalisation: per channel, for images in [0, 1], or per
+            feature; so is ``std``.
     """
 
     @dataclass(frozen=True)
@@ -222,12 +219,9 @@ class Head(ABC):
 
     @abstractmethod
     def apply(self, params: Group, features: Tensor, inputs: Group | None = None) -> Tensor:
-        """Outputs (M, B, C) of M clients.
+        """Outputs (M, B, C) of features (M, B, D), or (M, B, N, D) if the head reads patches.
 
-        Args:
-            params: parameters of the whole model, with their client axis.
-            features: (M, B, D), or (M, B, N, D) if the head reads patches.
-            inputs: whatever else the head reads, (M, B, ...) each, for instance known labels.
+        ``inputs`` are whatever else the head reads, (M, B, ...) each, for instance known labels.
         """
 
 

@@ -217,7 +217,7 @@ class Lying:
         """Replies in the order of messages; those of liars changed."""
         attack, liars = self._attack, self._attack.lying(round, list(messages))
         # Without one it says the truth: the lie is in the labels, or in the number of images.
-        lie = LIES.get(attack.settings.kind, lambda reply, situation: reply)
+        lie: Lie = LIES.get(attack.settings.kind, lambda reply, situation: reply)
         for answer in self._honest.exchange(stage, round, messages):
             if isinstance(answer, Reply) and answer.client in liars:
                 generator = torch_rng(attack.seed, f"lie {stage.name}", round, answer.client)

@@ -23,14 +23,9 @@ from fedharmony.types import Failure, Messages, Record, Reply, shapes_of
 
 @dataclass(frozen=True)
 class Total:
-    """The sum of a cohort's shares.
+    """The sum of a cohort's shares, float64, or none; who is in it, and who is not, and why.
 
-    Attributes:
-        record: Σ of all shares, float64; none if there are none.
-        clients: who is in it: the server knows whom it asked, and who answered.
-        failures: who is not, and why.
-        nbytes: of all shares together.
-        saved: who was trained again on the plain path.
+    ``nbytes`` are of all shares together; ``saved`` was trained again on the plain path.
     """
 
     record: Record | None
