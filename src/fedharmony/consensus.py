@@ -246,16 +246,15 @@ class CorrelationTable:
         else:
             consensus = _Middle(self)
         common = consensus.everybody()
-        places = _places(self.rows["client"], clients)
-        heard = torch.tensor([p for p in places if p >= 0], dtype=torch.int64, device=self.device)
-        matrices = common.matrix.new_empty(len(heard), *common.matrix.shape, dtype=dtype)
-        known = common.known.new_empty(len(heard), *common.known.shape)
-        for part in parts(len(heard), self.classes**2, self.device):
-            rows = _select(self.rows, heard[part])
-            matrices[part], known[part] = consensus.without(rows, dtype)
-        others = map(Agreement, matrices, known)
+        places = {k: row for row, k in enumerate(self.rows["client"].tolist())}
+        heard = torch.tensor([places[k] for k in clients if k in places], device=self.device).long()
+        others = (
+            Agreement(*own)
+            for part in parts(len(heard), self.classes**2, self.device)
+            for own in zip(*consensus.without(_select(self.rows, heard[part]), dtype), strict=True)
+        )
         everybody = Agreement(common.matrix.to(dtype), common.known)
-        return common, [next(others) if place >= 0 else everybody for place in places]
+        return common, [next(others) if k in places else everybody for k in clients]
 
     def consensus(self, round: int) -> Agreement:
         """The consensus of everybody heard so far."""
@@ -445,7 +444,7 @@ class _WeightedMiddle:
         """The consensus of all clients of the table."""
         nobody = torch.zeros_like(self.upto[:, :1])
         mean = self._middle(nobody, nobody)
-        return self._agreement(mean.mT, self.sums.weight.unsqueeze(0) > 0, torch.float64, 0)
+        return self._agreement(mean.squeeze(-1), self.sums.weight > 0, torch.float64)
 
     def without(self, rows: Group, dtype: torch.dtype) -> Agreement:
         """For each of these clients the consensus of all others, (m, C, C)."""
@@ -470,14 +469,11 @@ class _WeightedMiddle:
         middle = integral((1 - trim) * rest) - integral(trim * rest)
         return middle / torch.where(rest > 0, (1 - 2 * trim) * rest, 1)
 
-    def _agreement(
-        self, mean: Tensor, known: Tensor, dtype: torch.dtype, row: int | None = None
-    ) -> Agreement:
-        """Means and known entries (m, pairs) as matrices (m, C, C), or one of them."""
+    def _agreement(self, mean: Tensor, known: Tensor, dtype: torch.dtype) -> Agreement:
+        """Means and known entries (..., pairs) as matrices (..., C, C)."""
         triangle = self.sums.table.triangle
         matrix = triangle.square(torch.where(known, mean, 0).clamp(-1, 1).to(dtype))
-        squares = Agreement(matrix, triangle.square(known))
-        return squares if row is None else Agreement(squares.matrix[row], squares.known[row])
+        return Agreement(matrix, triangle.square(known))
 
 
 def _row(told: Group, images: int) -> Tensors:
@@ -489,15 +485,6 @@ def _row(told: Group, images: int) -> Tensors:
 
 def _select(rows: Group, chosen: Tensor | slice) -> Tensors:
     return {name: tensor[chosen] for name, tensor in rows.items()}
-
-
-def _places(table: Tensor, clients: Sequence[int]) -> list[int]:
-    """Where each client stands in the table's list of clients, −1 for one that is not there."""
-    ids, order = table.sort()
-    wanted = torch.tensor(clients, dtype=table.dtype, device=table.device)
-    place = torch.searchsorted(ids, wanted).clamp(max=len(ids) - 1)
-    places: list[int] = torch.where(ids[place] == wanted, order[place], -1).tolist()
-    return places
 
 
 def _sorted(values: Tensor) -> Tensor:

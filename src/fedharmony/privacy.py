@@ -190,15 +190,14 @@ class Ledger:
     def _divergence(self, multiplier: float, kind: Exchanges) -> Any:
         """The Rényi divergence of one round at each of the accountant's orders."""
         with _quiet():
-            accountant = accounting().rdp.RdpAccountant(neighboring_relation=self._relation())
-            return accountant.compose(self.event(multiplier, [kind])).rdp
+            return self._accountant().compose(self.event(multiplier, [kind])).rdp
 
     def multiplier(self, epsilon: float, rounds: Sequence[Exchanges]) -> float:
         """The least z with which these rounds cost no more than ε."""
         library = accounting()
         with _quiet():
             found: float = library.calibrate_dp_mechanism(
-                lambda: library.rdp.RdpAccountant(neighboring_relation=self._relation()),
+                self._accountant,
                 lambda multiplier: self.event(multiplier, rounds),
                 epsilon,
                 self.delta,
@@ -229,11 +228,11 @@ class Ledger:
                 events.append(library.SelfComposedDpEvent(gaussian, count))
         return library.ComposedDpEvent(events)
 
-    def _relation(self) -> Any:
-        relations = accounting().NeighboringRelation
-        if self.sampling == "poisson":
-            return relations.ADD_OR_REMOVE_ONE
-        return relations.REPLACE_ONE
+    def _accountant(self) -> Any:
+        library = accounting()
+        poisson, relations = self.sampling == "poisson", library.NeighboringRelation
+        relation = relations.ADD_OR_REMOVE_ONE if poisson else relations.REPLACE_ONE
+        return library.rdp.RdpAccountant(neighboring_relation=relation)
 
 
 @dataclass(frozen=True)
