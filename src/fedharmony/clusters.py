@@ -39,8 +39,7 @@ def spectral_clusters(matrix: Tensor, groups: int, seed: int, *, n_init: int = 1
     Args:
         matrix: Consensus R*, (C, C), with 0 for unknown entries.
         groups: G. With at least as many groups as connected labels each is a cluster of its own.
-        seed: Of k-means, see :func:`fedharmony.rng.derived_seed`. The same seed gives the same
-            clusters, whatever the number of threads.
+        seed: Of k-means, see :func:`fedharmony.rng.derived_seed`.
         n_init: Restarts of k-means.
 
     Returns:

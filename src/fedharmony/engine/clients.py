@@ -28,9 +28,7 @@ AHEAD = 2
 class ClientData:
     """The data of all clients, as batches on a device.
 
-    Attributes:
-        clients: by client id, the indices of its images.
-        resident: whether the images lie on the device, so that a step can fetch them itself.
+    ``resident`` images lie on the device, so that a step can fetch them itself.
     """
 
     def __init__(

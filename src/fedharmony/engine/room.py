@@ -96,11 +96,8 @@ class StackRule:
 class RoomTest:
     """Finds out, before the first round, how many clients the device holds at once.
 
-    Attributes:
-        model: what is trained, not compiled.
-        params: its parameters, frozen ones included, of one client.
-        image: shape of an input.
-        share: part of the GPU's memory that the run may plan with.
+    The model is not compiled yet; ``params`` are of one client, frozen ones included. The run may
+    plan with a ``share`` of the GPU's memory.
     """
 
     model: Model

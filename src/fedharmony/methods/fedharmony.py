@@ -25,12 +25,10 @@ the models of one cohort are held, by reference, until the last reply; at α_t =
 Where the server sees sums only (``federation.server_sees``): :mod:`fedharmony_sums
 <fedharmony.methods.fedharmony_sums>`.
 
-The server's part stays where the model is: teachers of a cohort, misfits and sums are one batched
-computation each, labels are clustered once per round. Memory is bounded by the cohort and by
-``table_mb``, whatever the number of clients: see
-:class:`~fedharmony.consensus.CorrelationTable`. Variants of the correlation belong into
-:class:`~fedharmony.correlation.Correlation`, variants of what is compared into
-:meth:`FedHarmony.pairs`.
+The server's part stays where the model is. Its memory is bounded by the cohort and by ``table_mb``,
+whatever the number of clients: see :class:`~fedharmony.consensus.CorrelationTable`. Variants of the
+correlation belong into :class:`~fedharmony.correlation.Correlation`, variants of what is compared
+into :meth:`FedHarmony.pairs`.
 """
 
 from __future__ import annotations

@@ -68,10 +68,7 @@ class FeatureSpec:
     >>> str(FeatureSpec((0.0, 0.0), (1.0, 1.0)))
     'vectors of 2 features'
 
-    Attributes:
-        mean: per feature, its mean in the training data.
-        std: per feature, its standard deviation there; 1 for a feature that never changes.
-        names: of the features, where they have any.
+    Mean and standard deviation are those in the training data; 1 for a feature that never changes.
     """
 
     kind: ClassVar[str] = "feature vectors"

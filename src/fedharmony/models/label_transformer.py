@@ -40,11 +40,8 @@ class LabelTransformer(Head):
     Attributes:
         width: width D of the patches.
         embedding: width of the tokens.
-        feedforward: hidden width of a layer's MLP.
-        rate: dropout rate in training.
         text: label table (C, embedding) and state table (3, embedding) in the order unknown,
             negative, positive; none draws random unit vectors from the model's seed.
-        swap_states: exchange the embeddings of negative and positive.
     """
 
     width: int
