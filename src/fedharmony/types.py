@@ -85,11 +85,6 @@ class Layout:
         return -(-last // self.GRAIN) * self.GRAIN
 
     @cached_property
-    def numbers(self) -> int:
-        """Numbers in a row, without gaps."""
-        return sum(math.prod(shape) for _, shape in self.shapes)
-
-    @cached_property
     def _shape(self) -> dict[str, tuple[int, ...]]:
         return dict(self.shapes)
 
@@ -110,8 +105,8 @@ class Packed(Mapping[str, Tensor]):
     """Named tensors that are parts of one row; who knows that can treat them as one tensor.
 
     >>> packed = Packed(Layout.of({"w": (1, 2)}), torch.arange(8.0))
-    >>> packed["w"], len(packed), packed.nbytes
-    (tensor([[0., 1.]]), 1, 8)
+    >>> packed["w"], len(packed)
+    (tensor([[0., 1.]]), 1)
 
     Attributes:
         layout: where they lie.
@@ -132,11 +127,6 @@ class Packed(Mapping[str, Tensor]):
     def __len__(self) -> int:
         """The number of tensors."""
         return len(self.layout.shapes)
-
-    @property
-    def nbytes(self) -> int:
-        """Bytes of the tensors, without the gaps."""
-        return self.layout.numbers * self.row.element_size()
 
 
 def mapped(function: Callable[[Tensor], Tensor], group: Group) -> Group:
@@ -188,12 +178,8 @@ class Record:
     @cached_property
     def nbytes(self) -> int:
         """Payload bytes of the tensors (scalars are not counted)."""
-        return sum(
-            members.nbytes
-            if isinstance(members, Packed)
-            else sum(t.numel() * t.element_size() for t in members.values())
-            for members in self.groups.values()
-        )
+        kinds = (kind for group in self.groups.values() for kind in shapes_of(group).values())
+        return sum(math.prod(shape) * dtype.itemsize for shape, dtype in kinds)
 
     def to(self, device: torch.device | str) -> Record:
         """The same record with its tensors on another device."""

@@ -28,7 +28,7 @@ from fedharmony.engine.optimise import TrainSettings, clip_gradients
 from fedharmony.engine.stacking import StackedMessage, constants, narrow, over_clients
 from fedharmony.losses import Batch
 from fedharmony.methods.base import Method, Sweep
-from fedharmony.models.base import Model
+from fedharmony.models.base import Model, stack
 from fedharmony.types import BUFFERS, PARAMS, Group, Groups, Messages, Record, Tensors
 
 #: Called with (steps done, steps in all) during local training.
@@ -158,7 +158,8 @@ class Trainer:
         """What the steps read and write: lanes with the received model, and all the rest."""
         data, message = self.data, StackedMessage(messages)
         lanes = self._loaded_lanes(round, message, len(clients))
-        carry = self.method.carries([data.view(k, round) for k in clients], messages)
+        each = zip(clients, messages, strict=True)
+        carry = stack([self.method.carry(data.view(k, round), own) for k, own in each])
         weights = data.label_weights(self.method.task.loss, clients)
         buffers = {name: tensor.clone() for name, tensor in message.stacked(BUFFERS).items()}
         sums: Tensors = {}

@@ -11,7 +11,6 @@ The hooks, in the order in which a round meets them::
     server  stages(round)                         usually one: "update"
             broadcast(state, round, clients)      one message per client (shared parts by reference)
     client  carry(view, message)                  what the loss carries from batch to batch
-            carries(views, messages)              the same of a stack at once, if that is faster
             draw(generator, images)               random numbers of one batch
             normalise(images, message, draws)     pixels or features as they are -> model input
             inputs(batch, message, received)      what the head reads beside the image
@@ -41,7 +40,7 @@ from torch import Tensor
 from fedharmony.aggregate import ModelMean, weighted
 from fedharmony.config import Checked
 from fedharmony.losses import Batch, LossSettings, task_loss
-from fedharmony.models.base import Head, stack, unstack
+from fedharmony.models.base import Head, unstack
 from fedharmony.models.heads import LinearHead
 from fedharmony.registry import Registry
 from fedharmony.robust import Robust
@@ -360,10 +359,6 @@ class Method:
     def carry(self, view: ClientView, message: Record) -> Tensors:
         """What a client's loss carries from batch to batch, at the start of a round."""
         return {}
-
-    def carries(self, views: Sequence[ClientView], messages: Sequence[Record]) -> Tensors:
-        """The same of a stack of clients, (M, ...) each; there may be a faster way than each."""
-        return stack([self.carry(v, message) for v, message in zip(views, messages, strict=True)])
 
     def draw(self, generator: torch.Generator, images: int) -> Tensors:
         """The random numbers of one batch of one client, (images, ...) each, on the CPU.

@@ -58,8 +58,7 @@ class AddedUp:
         """The sum, in the order of messages, so that it has the same bits every time."""
         total: Record | None = None
         form: object = None
-        heard: list[Reply] = []
-        failures, nbytes = list[Failure](), 0
+        clients, saved, failures, nbytes = list[int](), list[int](), list[Failure](), 0
         for answer in answers(self._transport, stage, round, messages):
             if isinstance(answer, Reply):
                 found = {group: shapes_of(t) for group, t in answer.record.groups.items()}
@@ -70,10 +69,9 @@ class AddedUp:
                 else:
                     form, total = found, added(total, answer.record)
                     nbytes += answer.record.nbytes
-                    heard.append(Reply(answer.client, 0, Record(), saved=answer.saved))
+                    clients.append(answer.client)
+                    saved += [answer.client] if answer.saved else []
                     continue
                 answer = Failure(answer.client, stage.name, round, reason)
             failures.append(answer)
-        clients = tuple(reply.client for reply in heard)
-        saved = tuple(reply.client for reply in heard if reply.saved)
-        return Total(total, clients, tuple(failures), nbytes, saved)
+        return Total(total, tuple(clients), tuple(failures), nbytes, tuple(saved))
