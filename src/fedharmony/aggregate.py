@@ -71,9 +71,7 @@ class RunningMean:
 class ModelMean:
     """Running mean of the model part of replies: parameters and buffers.
 
-    All methods average models through this class, or through one with its three functions that
-    bears lies (``robust.py``): :meth:`Method.model_mean <fedharmony.methods.base.Method>` says
-    which.
+    All methods average models through this class, or through one that bears lies (``robust.py``).
     """
 
     def __init__(self) -> None:

@@ -168,14 +168,9 @@ def correlation(moments: Moments, **options: Any) -> Tensor:
     ``|R_cc'| <= sqrt(max F_c · max F_c')``. One image gives the zero matrix. Where labels are
     unknown, each entry is that of the images on which both of its labels are known.
 
-    Args:
-        moments: As :func:`score_moments` gives them; with squares for ``"pearson"``, if labels are
-            unknown.
-        options: Settings of :class:`Correlation`.
-
-    Returns:
-        Symmetric matrices of shape (..., C, C), finite, with finite gradients; 0 for pairs of
-        labels that are never known together.
+    The options are settings of :class:`Correlation`; ``"pearson"`` needs moments with squares, if
+    labels are unknown. Matrices (..., C, C) are symmetric and finite, with finite gradients; 0 for
+    pairs of labels that are never known together.
 
     >>> labels = torch.tensor([[1.0, 1.0], [1.0, 0.0], [0.0, 0.0], [0.0, 0.0], [1.0, 0.0]])
     >>> correlation(score_moments(labels[:4]))  # φ = (1·2 − 1·0) / sqrt(2·2·1·3) = 0.5774

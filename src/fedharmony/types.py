@@ -108,9 +108,7 @@ class Packed(Mapping[str, Tensor]):
     >>> packed["w"], len(packed)
     (tensor([[0., 1.]]), 1)
 
-    Attributes:
-        layout: where they lie.
-        row: the memory, (length,); gaps hold zeros.
+    The ``row`` is (length,), as its ``layout`` says; gaps hold zeros.
     """
 
     def __init__(self, layout: Layout, row: Tensor) -> None:

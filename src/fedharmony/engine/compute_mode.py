@@ -17,9 +17,8 @@ class ComputeMode:
     Attributes:
         half: products in bfloat16; parameters, moments, losses and correlations stay float32.
         graphs: record each shape of step once as a CUDA graph.
-        compile: compile the parts of the backbone, and the optimiser's pass.
+        compile: compile the parts of the backbone, and the optimiser's pass, by ``backend``.
         fixed: keep tensors in place and shapes few, as graphs need it, even without graphs.
-        backend: of ``torch.compile``.
     """
 
     half: bool = False

@@ -99,14 +99,8 @@ class HeadStart:
 
     def stage(self) -> Stage:
         """The exchange; it comes before the first training."""
-        return Stage(
-            "head",
-            self.broadcast,
-            self.aggregate,
-            train=False,
-            sweep=self.sums(),
-            everyone=self.clients != "cohort",
-        )
+        everyone = self.clients != "cohort"
+        return Stage("head", self.broadcast, self.aggregate, False, self.sums(), everyone)
 
     def broadcast(self, state: Record, round: int, clients: Sequence[int]) -> Messages:
         """What the method sends before training, to those who are asked."""
