@@ -31,6 +31,7 @@ from fedharmony.engine.optimise import (
     step_factors,
 )
 from fedharmony.engine.room import RoomTest, StackRule
+from fedharmony.engine.stacking import StackedMessage
 from fedharmony.errors import ConfigError
 from fedharmony.experiments.build import assemble
 from fedharmony.experiments.evaluate import evaluate
@@ -970,3 +971,16 @@ def test_padding_of_a_round_is_counted() -> None:
     for mode in (ComputeMode(), FIXED):
         _, events = Toy(sizes=(5, 3, 2), epochs=1, rounds=1, mode=mode).run()
         assert events[0]["padding"] == pytest.approx(0.375)
+
+
+def test_a_signature_is_blind_to_the_number_of_clients_alone() -> None:
+    """Recorded steps are found by it: own tensors (2,), and one shared tensor (3, 4)."""
+
+    def signature(clients: int, own: int = 2, shared: int = 3) -> object:
+        everybody = torch.zeros(shared, 4)
+        groups = [{"own": torch.ones(own), "shared": everybody} for _ in range(clients)]
+        return StackedMessage([Record({"group": group}) for group in groups]).signature
+
+    assert signature(2) == signature(5)
+    assert signature(2) != signature(2, own=3)
+    assert signature(2) != signature(2, shared=5)
