@@ -307,7 +307,7 @@ def test_parts_and_folds_agree_to_the_last_bit(operator, chunk, monkeypatch):
     """In parts of any size, and with the first 30 clients folded before the others are summed."""
     table = make_table(61, 5, 7)
     expected = table.rows(operator)
-    monkeypatch.setattr(corr, "numbers_at_once", lambda device: chunk)
+    monkeypatch.setitem(corr.AT_ONCE, "cpu", chunk)
     chunked, folded = table.rows(operator), table.rows(operator)
     rows = folded.rows
     folded._fold({name: tensor[:30] for name, tensor in rows.items()}, -1)
@@ -321,7 +321,7 @@ def test_parts_and_folds_agree_to_the_last_bit(operator, chunk, monkeypatch):
 def test_order_statistics_do_not_depend_on_chunks_or_order(operator, monkeypatch):
     table = make_table(20, 5, 1)
     expected = table.rows(operator).full()[0]
-    monkeypatch.setattr(corr, "numbers_at_once", lambda device: 60)
+    monkeypatch.setitem(corr.AT_ONCE, "cpu", 60)
     reverse = Rows(pack_upper(table.matrices.flip(0)), operator).full()[0]
     assert torch.equal(reverse, expected)
 
@@ -447,7 +447,7 @@ def test_all_teachers_at_once_are_those_of_each(operator, numbers, monkeypatch):
     """In the order asked for, in parts of any size, to the last bit; rounded only at the end."""
     result = make_table(12, 5, 4).rows(operator)
     expected = [result.without(row) for row in range(12)]
-    monkeypatch.setattr(corr, "numbers_at_once", lambda device: numbers)
+    monkeypatch.setitem(corr.AT_ONCE, "cpu", numbers)
     rows = [7, 0, 11, 7]
     for dtype in (F64, torch.float32):
         _, teachers = result.teachers(rows, 0, dtype)
@@ -464,7 +464,7 @@ def test_the_way_of_a_device_agrees_with_that_of_the_cpu(operator, monkeypatch):
     table = make_table(40, 5, 2)
     expected = table.rows(operator)
     monkeypatch.setattr(consensus, "_in_order", lambda tensor: False)
-    monkeypatch.setattr(corr, "numbers_at_once", lambda device: 100)
+    monkeypatch.setitem(corr.AT_ONCE, "cpu", 100)
     found = table.rows(operator)
     for ours, theirs in ((found.full(), expected.full()), (found.without(3), expected.without(3))):
         torch.testing.assert_close(ours[0], theirs[0], rtol=0, atol=1e-13)

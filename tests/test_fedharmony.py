@@ -204,18 +204,12 @@ def test_settings_reach_correlation_alignment_and_consensus() -> None:
     assert method(memory="last_cohort").table(Record()).last_only
 
 
-@pytest.mark.parametrize("settings", [{}, {"align_unseen": "mask"}])
-def test_a_stack_of_carries_is_that_of_each(settings: dict[str, Any]) -> None:
-    harmony = method(**settings)
+def test_a_client_carries_moments_of_at_most_its_images() -> None:
+    harmony = method()
     state = state_after(harmony, [reply(k, 20, matrix(0.1 * k, 0.2, 0)) for k in range(4)])
-    messages = list(harmony.broadcast(state, 2, [0, 1, 9]).values())
+    message = harmony.broadcast(state, 2, [0])[0]
     views = [ClientView(n, torch.tensor([n, 1, n - 1])) for n in (1, 30, 900)]
-    together = harmony.carries(views, messages)
-    for k, (view, message) in enumerate(zip(views, messages, strict=True)):
-        alone = harmony.carry(view, message)
-        assert alone.keys() == together.keys()
-        assert all(torch.equal(tensor, together[name][k]) for name, tensor in alone.items())
-    assert together["span"].tolist() == [1, 30, 512]
+    assert [float(harmony.carry(view, message)["span"]) for view in views] == [1, 30, 512]
 
 
 def test_loss_is_bce_plus_weighted_discrepancy() -> None:
@@ -564,7 +558,7 @@ def test_misfits_in_parts_of_any_size(
     whole = harmony.misfits(replies, sent)
     assert whole.compared.all()
     for at_once in (18, 1):
-        monkeypatch.setattr(corr, "numbers_at_once", lambda device, n=at_once: n)
+        monkeypatch.setitem(corr.AT_ONCE, "cpu", at_once)
         assert all(map(torch.equal, harmony.misfits(replies, sent), whole))
     for own, misfit in zip(replies, whole.values.tolist(), strict=True):
         teacher = sent[own.client].get(TEACHER)

@@ -244,7 +244,7 @@ def test_parts_and_memory_do_not_matter(rule: str, packed: bool, monkeypatch: py
         return Record({PARAMS: tensors if pack else {n: t.clone() for n, t in tensors.items()}})
 
     def result(pack: bool, at_once: int) -> Record:
-        monkeypatch.setattr(corr, "numbers_at_once", lambda device: at_once)
+        monkeypatch.setitem(corr.AT_ONCE, "cpu", at_once)
         mean = Robust(rule).mean(record(0, pack))  # type: ignore[arg-type]
         for seed in range(1, 10):
             mean.add(record(seed, pack), float(seed))

@@ -31,6 +31,7 @@ from fedharmony.engine.optimise import (
     step_factors,
 )
 from fedharmony.engine.room import RoomTest, StackRule
+from fedharmony.engine.stacking import StackedMessage
 from fedharmony.errors import ConfigError
 from fedharmony.experiments.build import assemble
 from fedharmony.experiments.evaluate import evaluate
@@ -203,7 +204,7 @@ def test_messages_in_any_order_reach_their_clients(name: str) -> None:
 
 def test_what_losses_carry_is_made_from_each_clients_own_message() -> None:
     """Clients get their number of images told; the view of each has the same number."""
-    seen: list[list[tuple[int, int]]] = []
+    seen: list[tuple[int, int]] = []
 
     class Told(methods["fedavg"]):  # type: ignore[misc]
         def broadcast(self, state: Record, round: int, clients: Any) -> Any:
@@ -211,16 +212,15 @@ def test_what_losses_carry_is_made_from_each_clients_own_message() -> None:
             told = {k: {"size": torch.tensor(toy.sizes[k])} for k in clients}
             return {k: message.replace({"told": told[k]}) for k, message in messages.items()}
 
-        def carries(self, views: Any, messages: Any) -> Any:
-            pairs = zip(views, messages, strict=True)
-            seen.append([(v.examples, int(m.groups["told"]["size"])) for v, m in pairs])
-            return super().carries(views, messages)
+        def carry(self, view: Any, message: Any) -> Any:
+            seen.append((view.examples, int(message.groups["told"]["size"])))
+            return super().carry(view, message)
 
     toy = Toy(method_class=Told, sizes=(3, 13, 1, 9))
     stage = toy.method.stages(0)[0]
     sent = stage.broadcast(toy.initial(), 0, range(4))
     toy.trainer.run(stage, 0, sent)
-    assert seen == [[(n, n) for n in (13, 9, 3, 1)]]
+    assert seen == [(n, n) for n in (13, 9, 3, 1)]
 
 
 def spoil(monkeypatch: pytest.MonkeyPatch, toy: Toy, client: int, but: Any = lambda: False) -> None:
@@ -971,3 +971,16 @@ def test_padding_of_a_round_is_counted() -> None:
     for mode in (ComputeMode(), FIXED):
         _, events = Toy(sizes=(5, 3, 2), epochs=1, rounds=1, mode=mode).run()
         assert events[0]["padding"] == pytest.approx(0.375)
+
+
+def test_a_signature_is_blind_to_the_number_of_clients_alone() -> None:
+    """Recorded steps are found by it: own tensors (2,), and one shared tensor (3, 4)."""
+
+    def signature(clients: int, own: int = 2, shared: int = 3) -> object:
+        everybody = torch.zeros(shared, 4)
+        groups = [{"own": torch.ones(own), "shared": everybody} for _ in range(clients)]
+        return StackedMessage([Record({"group": group}) for group in groups]).signature
+
+    assert signature(2) == signature(5)
+    assert signature(2) != signature(2, own=3)
+    assert signature(2) != signature(2, shared=5)

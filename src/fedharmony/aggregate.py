@@ -2,12 +2,10 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
-
 import torch
 from torch import Tensor
 
-from fedharmony.types import BUFFERS, PARAMS, Layout, Packed, Record, Tensors
+from fedharmony.types import BUFFERS, PARAMS, Group, Layout, Packed, Record, Reply, Tensors, mapped
 
 _ROW = "row"  # where packed tensors are one
 #: The group of a share that holds numbers: the weight of the model, and what events say.
@@ -33,7 +31,7 @@ class RunningMean:
         self._types: dict[str, torch.dtype] = {}
         self._layout: Layout | None = None
 
-    def add(self, tensors: Mapping[str, Tensor], weight: float) -> None:
+    def add(self, tensors: Group, weight: float) -> None:
         """Fold one client's tensors in with a weight that need not be normalised."""
         if not self.weight and isinstance(tensors, Packed):
             self._layout = tensors.layout
@@ -46,7 +44,7 @@ class RunningMean:
             elif tensor.is_floating_point():
                 self._sums[name].add_(tensor, alpha=weight)
 
-    def _parts(self, tensors: Mapping[str, Tensor]) -> Mapping[str, Tensor]:
+    def _parts(self, tensors: Group) -> Group:
         """The tensors; as one if all so far were packed alike (the same sums, far fewer calls)."""
         if self._layout is None:
             return tensors
@@ -59,7 +57,7 @@ class RunningMean:
         self._layout = None
         return tensors
 
-    def result(self, exact: bool = False) -> Mapping[str, Tensor]:
+    def result(self, exact: bool = False) -> Group:
         """The mean so far, in the tensors' own types; ``exact`` leaves means in float64."""
         means = {
             name: total / self.weight if total.is_floating_point() else total
@@ -73,9 +71,7 @@ class RunningMean:
 class ModelMean:
     """Running mean of the model part of replies: parameters and buffers.
 
-    All methods average models through this class, or through one with its three functions that
-    bears lies (``robust.py``): :meth:`Method.model_mean <fedharmony.methods.base.Method>` says
-    which.
+    All methods average models through this class, or through one that bears lies (``robust.py``).
     """
 
     def __init__(self) -> None:
@@ -88,7 +84,7 @@ class ModelMean:
         self._means[PARAMS].add(record.get(PARAMS), weight)
         self._means[BUFFERS].add(record.get(BUFFERS), weight if buffers is None else buffers)
 
-    def means(self, exact: bool = False) -> dict[str, Mapping[str, Tensor]]:
+    def means(self, exact: bool = False) -> dict[str, Group]:
         """The mean of both groups; ``exact`` leaves that of parameters in float64."""
         return {group: m.result(exact and group == PARAMS) for group, m in self._means.items()}
 
@@ -99,7 +95,7 @@ class ModelMean:
         """
         if not self.clients:
             return state
-        groups: dict[str, Mapping[str, Tensor]] = {}
+        groups: dict[str, Group] = {}
         for group, found in self.means(exact).items():
             before = state.get(group)
             if isinstance(found, Packed) and found.keys() == before.keys():
@@ -119,15 +115,15 @@ def effective_clients(weights: Tensor) -> float:
     return 1 / float(weights.double().square().sum())
 
 
-def scaled(tensors: Mapping[str, Tensor], factor: float) -> Mapping[str, Tensor]:
+def scaled(tensors: Group, factor: float) -> Group:
     """The tensors times a factor, in float64; whole numbers, which have no sum, are left out.
 
     >>> scaled({"w": torch.tensor([1.0, 2.0]), "steps": torch.tensor(3)}, 2.0)
     {'w': tensor([2., 4.], dtype=torch.float64)}
     """
-    if isinstance(tensors, Packed):
-        return Packed(tensors.layout, tensors.row.double() * factor)
-    return {n: t.double() * factor for n, t in tensors.items() if t.is_floating_point()}
+    if not isinstance(tensors, Packed):
+        tensors = {n: t for n, t in tensors.items() if t.is_floating_point()}
+    return mapped(lambda t: t.double() * factor, tensors)
 
 
 def weighted(record: Record, weight: float) -> Record:
@@ -137,6 +133,13 @@ def weighted(record: Record, weight: float) -> Record:
         for group, members in record.groups.items()
     }
     return Record({**groups, NUMBERS: {"weight": torch.tensor(weight, dtype=torch.float64)}})
+
+
+def numbers_of(reply: Reply) -> dict[str, float]:
+    """What events say of a client's training, as numbers that can be added up."""
+    n, scalars = reply.examples, reply.record.scalars
+    loss, rows = (float(scalars.get(name, 0.0)) for name in ("loss", "rows"))
+    return {"examples": n, "loss": n * loss, "rows": rows}
 
 
 def added(total: Record | None, share: Record) -> Record:
@@ -153,23 +156,16 @@ def added(total: Record | None, share: Record) -> Record:
     return total
 
 
-def pooled(total: Record, state: Record) -> dict[str, Mapping[str, Tensor]]:
+def pooled(total: Record, state: Record) -> dict[str, Group]:
     """A sum of shares as the groups of one reply: the mean model in its own types, and all sums."""
     weight, groups = float(total.get(NUMBERS)["weight"]), dict(total.groups)
     for group in (PARAMS, BUFFERS):
         if sums := groups.get(group):
-            means = scaled(sums, 1.0) if not weight else _divided(sums, weight)
-            groups[group] = typed(means, state.get(group))
+            groups[group] = typed(mapped(lambda t: t / (weight or 1.0), sums), state.get(group))
     return groups
 
 
-def _divided(sums: Mapping[str, Tensor], weight: float) -> Mapping[str, Tensor]:
-    if isinstance(sums, Packed):
-        return Packed(sums.layout, sums.row / weight)
-    return {name: tensor / weight for name, tensor in sums.items()}
-
-
-def typed(tensors: Mapping[str, Tensor], like: Mapping[str, Tensor]) -> Mapping[str, Tensor]:
+def typed(tensors: Group, like: Group) -> Group:
     """The tensors in the types of others with the same names."""
     if isinstance(tensors, Packed):
         return Packed(tensors.layout, tensors.row.to(next(iter(like.values())).dtype))

@@ -15,7 +15,6 @@ else replace nearly all of the moments of a small client.
 
 from __future__ import annotations
 
-from collections.abc import Mapping
 from dataclasses import dataclass
 from typing import Literal
 
@@ -31,7 +30,7 @@ from fedharmony.correlation import (
     discrepancy,
 )
 from fedharmony.losses import Batch
-from fedharmony.types import Tensors
+from fedharmony.types import Group, Tensors
 
 #: From here on C × C numbers are what the alignment costs; its gradient is then formed by hand,
 #: where there is a formula for it.
@@ -42,12 +41,7 @@ MANY_LABELS = 128
 class Alignment:
     """Compares the R̃ of one client, or of a stack of clients, with its teacher R*.
 
-    Attributes:
-        correlation: which correlation R̃ is.
-        estimator: R̃ of "running" moments, or of the "batch" alone.
-        window: images that running moments remember at most.
-        distance: Ψ; see :func:`fedharmony.correlation.discrepancy`.
-        reduction: of Ψ.
+    R̃ is of "running" moments, which remember at most ``window`` images, or of the "batch" alone.
 
     >>> align = Alignment(Correlation(classes=2))
     >>> carry = align.start(torch.tensor([[False, True], [True, False]]), torch.tensor(2.0))
@@ -76,11 +70,9 @@ class Alignment:
         )
 
     def start(self, pairs: Tensor, examples: Tensor) -> Tensors:
-        """What a client carries from batch to batch: no moments yet.
+        """What a client of n ``examples`` (...) carries from batch to batch: no moments yet.
 
-        Args:
-            pairs: The pairs of labels to align, boolean (..., C, C), symmetric.
-            examples: n, the client's images, (...).
+        ``pairs`` are the pairs of labels to align, boolean (..., C, C), symmetric.
         """
         kind, leading, device = self.correlation, pairs.shape[:-2], pairs.device
         return {
@@ -91,15 +83,11 @@ class Alignment:
         }
 
     def __call__(
-        self, scores: Tensor, batch: Batch, teacher: Tensor, carry: Mapping[str, Tensor]
+        self, scores: Tensor, batch: Batch, teacher: Tensor, carry: Group
     ) -> tuple[Tensor, Tensors]:
         """Ψ(R̃, R*) of one batch, (...), with its gradient; and the carry after the batch.
 
-        Args:
-            scores: F, (..., B, C).
-            batch: The images behind them.
-            teacher: R*, (..., C, C), symmetric.
-            carry: As :meth:`start` or the last call gave it.
+        ``scores`` are F, (..., B, C), and ``teacher`` is R*, (..., C, C), symmetric.
         """
         if self.by_hand:
             return self._with_gradient(scores, batch, teacher, carry)
@@ -118,7 +106,7 @@ class Alignment:
         return discrepancy(matrix, teacher, pairs, kind=self.distance, reduction=self.reduction)
 
     def _with_gradient(
-        self, scores: Tensor, batch: Batch, teacher: Tensor, carry: Mapping[str, Tensor]
+        self, scores: Tensor, batch: Batch, teacher: Tensor, carry: Group
     ) -> tuple[Tensor, Tensors]:
         """``Ψ = Σ_pairs (R̃ − R*)² / count`` of φ and running moments, with a gradient by hand.
 
@@ -164,11 +152,7 @@ def neutral(outputs: Tensor, rows: Tensor) -> Tensor:
 
     A gradient g that reaches them is passed on as ``g − g·1 1/‖1‖² − g·z̃ z̃/‖z̃‖²`` per label, with
     z̃ the outputs less their mean over the batch: neither their level nor their spread moves, to
-    first order; their order does.
-
-    Args:
-        outputs: z, (..., B, C).
-        rows: (..., B), 1 for an image, 0 for padding.
+    first order; their order does. Outputs are (..., B, C), ``rows`` (..., B) 0 for padding.
 
     >>> z = torch.tensor([[1.0], [2], [3]], requires_grad=True)
     >>> torch.autograd.grad(neutral(z, torch.ones(3)).square().sum(), z)[0].abs().max() < 1e-6
@@ -187,7 +171,7 @@ def neutral(outputs: Tensor, rows: Tensor) -> Tensor:
     return fixed + (step - level - centred * along)
 
 
-def running(carry: Mapping[str, Tensor], now: Tensor, rows: Tensor) -> Tensors:
+def running(carry: Group, now: Tensor, rows: Tensor) -> Tensors:
     """The carry after a batch with the moments ``now`` (..., rows, C) of ``rows`` (..., B).
 
     >>> pairs, examples = torch.ones(1, 1, dtype=torch.bool), torch.tensor(16)

@@ -39,8 +39,7 @@ def spectral_clusters(matrix: Tensor, groups: int, seed: int, *, n_init: int = 1
     Args:
         matrix: Consensus R*, (C, C), with 0 for unknown entries.
         groups: G. With at least as many groups as connected labels each is a cluster of its own.
-        seed: Of k-means, see :func:`fedharmony.rng.derived_seed`. The same seed gives the same
-            clusters, whatever the number of threads.
+        seed: Of k-means, see :func:`fedharmony.rng.derived_seed`.
         n_init: Restarts of k-means.
 
     Returns:
@@ -114,19 +113,13 @@ def _partition(
 
 def _spectral_embedding(affinity: npt.NDArray[np.float64], groups: int) -> npt.NDArray[np.float64]:
     """Steps 2 to 4 of Algorithm 1, (C, G); the largest entry of an eigenvector is made positive."""
-    vectors = _eigenvectors(affinity, groups)
+    from scipy.linalg import eigh
+
+    scale = affinity.sum(1) ** -0.5
+    laplacian = np.eye(len(affinity)) - scale[:, None] * affinity * scale
+    vectors = eigh(laplacian, subset_by_index=(0, groups - 1))[1]  # LAPACK finds these alone
     largest = np.abs(vectors).argmax(0)
     vectors = vectors * np.where(vectors[largest, np.arange(groups)] < 0, -1, 1)
     length = np.linalg.norm(vectors, axis=1, keepdims=True)
     rows: npt.NDArray[np.float64] = vectors / length.clip(1e-12)
     return rows
-
-
-def _eigenvectors(affinity: npt.NDArray[np.float64], groups: int) -> npt.NDArray[np.float64]:
-    """Of the smallest eigenvalues of L, (C, G); LAPACK finds these alone."""
-    from scipy.linalg import eigh
-
-    scale = affinity.sum(1) ** -0.5
-    laplacian = np.eye(len(affinity)) - scale[:, None] * affinity * scale
-    found: npt.NDArray[np.float64] = eigh(laplacian, subset_by_index=(0, groups - 1))[1]
-    return found

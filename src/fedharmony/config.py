@@ -193,6 +193,19 @@ def keys(cls: type[Any]) -> list[str]:
     return [f.name for f in dataclasses.fields(cls) if f.init]
 
 
+def shared(cls: type[Any], settings: Any, **others: Any) -> Tree:
+    """Those arguments of a dataclass that settings have by the same name, and ``others``.
+
+    >>> @dataclasses.dataclass
+    ... class Ball:
+    ...     radius: float
+    ...     mass: float
+    >>> shared(Ball, Ball(1.0, 2.0), mass=3.0)
+    {'radius': 1.0, 'mass': 3.0}
+    """
+    return {k: getattr(settings, k) for k in keys(cls) if hasattr(settings, k)} | others
+
+
 class SettingError(ConfigError):
     """A setting has a value that it cannot have; ``words`` say which, without its section."""
 
@@ -229,7 +242,8 @@ def checked(cls: Any, values: Mapping[str, Any]) -> Tree:
             if not reasons:
                 found[key] = adapters[key].validate_python(value, strict=True)
         except ValidationError as error:
-            reasons = "; ".join(dict.fromkeys(_reason(e["msg"]) for e in error.errors()))
+            told = (e["msg"].removeprefix("Value error, ") for e in error.errors())
+            reasons = "; ".join(dict.fromkeys(told))
         if reasons:
             words = f"{key} = {shown(value)} is not allowed: {reasons}."
             raise SettingError(cls.__qualname__, words)
@@ -259,10 +273,6 @@ def build(cls: type[T], values: Mapping[str, Any], where: str) -> T:
         raise ConfigError(f"Section {where}: {error}") from None
     except TypeError as error:
         raise ConfigError(f"Section {where} is incomplete: {error}.") from None
-
-
-def _reason(message: str) -> str:
-    return message.removeprefix("Value error, ")
 
 
 def _senseless(value: Any) -> str:

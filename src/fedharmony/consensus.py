@@ -33,7 +33,7 @@ about is 0 and not ``known``.
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass
 from functools import cached_property
 from typing import Literal, NamedTuple, TypeAlias
@@ -51,7 +51,7 @@ from fedharmony.correlation import (
     correlation,
     parts,
 )
-from fedharmony.types import Reply, Tensors
+from fedharmony.types import Group, Groups, Reply, Tensors
 
 OperatorName: TypeAlias = Literal[
     "mean", "size", "support", "support_trimmed", "pooled", "median", "trimmed"
@@ -75,18 +75,12 @@ _CLEAR = 2.0
 
 @dataclass(frozen=True)
 class Operator:
-    """The operator A of Eq. (3).
+    """The operator A of Eq. (3), as the module describes it.
 
     Attributes:
-        name: see the module.
-        kappa: κ, the number of images at which a matrix counts half of its size.
         min_examples: clients (or entries) with fewer images have no part in ``support``.
         min_support: ``support``: a label counts on a client when p̂ >= max(min_support, 1/(2n)).
-        decay: factor of the weight for each round of age.
-        trim: part of the values (``trimmed``) or of their weight (``support_trimmed``) that is
-            dropped at either end.
-        eps: of Eq. (2), for ``pooled``: as the matrices were made.
-        clamp: of Eq. (2), for ``pooled``: as the matrices were made.
+        eps: of Eq. (2), for ``pooled``: as the matrices were made; so is ``clamp``.
     """
 
     name: OperatorName = "support"
@@ -120,8 +114,6 @@ class CorrelationTable:
     they forget the oldest.
 
     Args:
-        classes: C.
-        operator: A.
         capacity: clients in the table; the last that were added always fit.
         last_only: whether to forget all others when clients are added.
         unknown_labels: whether clients tell the share of their images behind each entry.
@@ -156,7 +148,7 @@ class CorrelationTable:
         self.folded: Tensors = {}
         self.place = torch.device("cpu")
 
-    def load(self, groups: Mapping[str, Mapping[str, Tensor]]) -> CorrelationTable:
+    def load(self, groups: Groups) -> CorrelationTable:
         """Go on from what :meth:`state_dict` gave."""
         self.rows, self.folded = (dict(groups.get(name, {})) for name in (TABLE, FOLDED))
         return self
@@ -194,16 +186,10 @@ class CorrelationTable:
 
     # -- where the server sees sums: nothing but Σ w_j R_j and Σ w_j, of everybody -----------------
 
-    def share(
-        self, upload: Mapping[str, Tensor], before: Mapping[str, Tensor], images: int, round: int
-    ) -> Tensors:
+    def share(self, upload: Group, before: Group, images: int, round: int) -> Tensors:
         """What a client adds to the sums in a round: its terms, less what is left of its last ones.
 
-        Args:
-            upload: R_k, p̂_k.
-            before: those that the sums hold, with their round; nothing where they hold none.
-            images: n_k.
-            round: The round.
+        ``before`` is the upload that the sums hold, with its round; empty where they hold none.
         """
         self.place = upload["upper"].device
         sums, now = _Weighted(self, {}, round + 1), torch.full((), round)
@@ -214,7 +200,7 @@ class CorrelationTable:
             share = {"sum": share["sum"] - values * weights, "weight": share["weight"] - weights}
         return {name: tensor.squeeze(0) for name, tensor in share.items()}
 
-    def add_shares(self, total: Mapping[str, Tensor], round: int, noise: float = 0.0) -> None:
+    def add_shares(self, total: Group, round: int, noise: float = 0.0) -> None:
         """Add the sum of a cohort's shares to the sums, which fade first (or are forgotten).
 
         ``noise`` is the standard deviation of what was added to the sum on purpose.
@@ -235,9 +221,7 @@ class CorrelationTable:
         sum, weight = torch.where(some, sum, 0), torch.where(some, weight, 0)
         self.folded = {"sum": sum, "weight": weight, "round": now}
 
-    def others(
-        self, own: Mapping[str, Tensor], images: int, round: int, dtype: torch.dtype
-    ) -> Agreement:
+    def others(self, own: Group, images: int, round: int, dtype: torch.dtype) -> Agreement:
         """Eq. (3) at a client: the sums less its own terms; ``own`` is empty if they hold none."""
         sums = _Weighted(self, {}, round)
         if not own:
@@ -251,12 +235,8 @@ class CorrelationTable:
     ) -> tuple[Agreement, list[Agreement]]:
         """Eq. (3) in a round: the consensus of everybody, and for each client that of the others.
 
-        Clients that are not in the table share everybody's.
-
-        Args:
-            clients: Who is taught.
-            round: The round, which says how old the rows are.
-            dtype: Of the clients' matrices, which are rounded at the very end.
+        Clients that are not in the table share everybody's. Their matrices are rounded to ``dtype``
+        at the very end.
         """
         consensus: _Weighted | _Middle | _WeightedMiddle
         if self.operator.name in WEIGHTED:
@@ -266,22 +246,21 @@ class CorrelationTable:
         else:
             consensus = _Middle(self)
         common = consensus.everybody()
-        places = _places(self.rows["client"], clients)
-        heard = torch.tensor([p for p in places if p >= 0], dtype=torch.int64, device=self.device)
-        matrices = common.matrix.new_empty(len(heard), *common.matrix.shape, dtype=dtype)
-        known = common.known.new_empty(len(heard), *common.known.shape)
-        for part in parts(len(heard), self.classes**2, self.device):
-            rows = _select(self.rows, heard[part])
-            matrices[part], known[part] = consensus.without(rows, dtype)
-        others = map(Agreement, matrices, known)
+        places = {k: row for row, k in enumerate(self.rows["client"].tolist())}
+        heard = torch.tensor([places[k] for k in clients if k in places], device=self.device).long()
+        others = (
+            Agreement(*own)
+            for part in parts(len(heard), self.classes**2, self.device)
+            for own in zip(*consensus.without(_select(self.rows, heard[part]), dtype), strict=True)
+        )
         everybody = Agreement(common.matrix.to(dtype), common.known)
-        return common, [next(others) if place >= 0 else everybody for place in places]
+        return common, [next(others) if k in places else everybody for k in clients]
 
     def consensus(self, round: int) -> Agreement:
         """The consensus of everybody heard so far."""
         return self.teachers([], round)[0] if self.rows else _Weighted(self, {}, round).everybody()
 
-    def _fold(self, leaving: Mapping[str, Tensor], round: int) -> None:
+    def _fold(self, leaving: Group, round: int) -> None:
         """Add rows to the running sums, where the operator has such sums."""
         if self.operator.name in WEIGHTED:
             sums = _Weighted(self, leaving, round + 1)
@@ -308,15 +287,11 @@ class _Weighted:
     """``Σ_j w_j R_j`` and ``Σ_j w_j`` per entry; for ``pooled`` the moments take the place of R.
 
     Leaving a client out is subtracting its terms. On a CPU clients are summed strictly one after
-    the other, hence the bits do not depend on how many of them are taken at a time.
-
-    Args:
-        table: Says how; what it has folded is part of the sums.
-        rows: The clients to be summed.
-        round: As which round sees them.
+    the other, hence the bits do not depend on how many of them are taken at a time. What the table
+    has folded is part of the sums.
     """
 
-    def __init__(self, table: CorrelationTable, rows: Mapping[str, Tensor], round: int) -> None:
+    def __init__(self, table: CorrelationTable, rows: Group, round: int) -> None:
         self.table, self.operator, self.round = table, table.operator, round
         if table.folded:
             faded = self.operator.decay ** table.age(table.folded["round"], round)
@@ -337,7 +312,7 @@ class _Weighted:
             self.total = _add(self.total, values * weights)
             self.weight = _add(self.weight, weights)
 
-    def terms(self, rows: Mapping[str, Tensor]) -> tuple[Tensor, Tensor]:
+    def terms(self, rows: Group) -> tuple[Tensor, Tensor]:
         """R_j, or the moments, (J, width), and w_j, (J, width or 1), in float64."""
         operator, triangle = self.operator, self.table.triangle
         images = own = rows["examples"].unsqueeze(-1)
@@ -366,7 +341,7 @@ class _Weighted:
         """The consensus of all clients that were summed."""
         return self._mean(self.total, self.weight, self.weight > 0, torch.float64)
 
-    def without(self, rows: Mapping[str, Tensor], dtype: torch.dtype) -> Agreement:
+    def without(self, rows: Group, dtype: torch.dtype) -> Agreement:
         """For each of these clients the consensus of all others, (m, C, C).
 
         An entry is known if another client told about it, and not so long ago that its weight has
@@ -431,7 +406,7 @@ class _Middle:
         matrix = self.table.triangle.square(self.mean.clamp(-1, 1))
         return Agreement(matrix, torch.ones_like(matrix, dtype=torch.bool))
 
-    def without(self, rows: Mapping[str, Tensor], dtype: torch.dtype) -> Agreement:
+    def without(self, rows: Group, dtype: torch.dtype) -> Agreement:
         """For each of these clients the consensus of all others, (m, C, C)."""
         own = rows["upper"].double()
         inside = (self.between - own) + (self.low + self.high)
@@ -469,9 +444,9 @@ class _WeightedMiddle:
         """The consensus of all clients of the table."""
         nobody = torch.zeros_like(self.upto[:, :1])
         mean = self._middle(nobody, nobody)
-        return self._agreement(mean.mT, self.sums.weight.unsqueeze(0) > 0, torch.float64, 0)
+        return self._agreement(mean.squeeze(-1), self.sums.weight > 0, torch.float64)
 
-    def without(self, rows: Mapping[str, Tensor], dtype: torch.dtype) -> Agreement:
+    def without(self, rows: Group, dtype: torch.dtype) -> Agreement:
         """For each of these clients the consensus of all others, (m, C, C)."""
         values, weights = self.sums.terms(rows)
         known = self.sums.weight - weights > _FADED * self.sums.weight
@@ -494,34 +469,22 @@ class _WeightedMiddle:
         middle = integral((1 - trim) * rest) - integral(trim * rest)
         return middle / torch.where(rest > 0, (1 - 2 * trim) * rest, 1)
 
-    def _agreement(
-        self, mean: Tensor, known: Tensor, dtype: torch.dtype, row: int | None = None
-    ) -> Agreement:
-        """Means and known entries (m, pairs) as matrices (m, C, C), or one of them."""
+    def _agreement(self, mean: Tensor, known: Tensor, dtype: torch.dtype) -> Agreement:
+        """Means and known entries (..., pairs) as matrices (..., C, C)."""
         triangle = self.sums.table.triangle
         matrix = triangle.square(torch.where(known, mean, 0).clamp(-1, 1).to(dtype))
-        squares = Agreement(matrix, triangle.square(known))
-        return squares if row is None else Agreement(squares.matrix[row], squares.known[row])
+        return Agreement(matrix, triangle.square(known))
 
 
-def _row(told: Mapping[str, Tensor], images: int) -> Tensors:
+def _row(told: Group, images: int) -> Tensors:
     """What one client told, with its round, as a table of one row."""
     row = {name: tensor.unsqueeze(0) for name, tensor in told.items()}
     at = row["upper"].device
     return {**row, "round": row["round"].to(at), "examples": torch.tensor([images], device=at)}
 
 
-def _select(rows: Mapping[str, Tensor], chosen: Tensor | slice) -> Tensors:
+def _select(rows: Group, chosen: Tensor | slice) -> Tensors:
     return {name: tensor[chosen] for name, tensor in rows.items()}
-
-
-def _places(table: Tensor, clients: Sequence[int]) -> list[int]:
-    """Where each client stands in the table's list of clients, −1 for one that is not there."""
-    ids, order = table.sort()
-    wanted = torch.tensor(clients, dtype=table.dtype, device=table.device)
-    place = torch.searchsorted(ids, wanted).clamp(max=len(ids) - 1)
-    places: list[int] = torch.where(ids[place] == wanted, order[place], -1).tolist()
-    return places
 
 
 def _sorted(values: Tensor) -> Tensor:

@@ -42,7 +42,7 @@ CLAMP = 1e-4
 _COUNT_ROWS = 8192
 # Numbers that a computation over many clients holds at a time: as float64, 2 MiB on a CPU (what its
 # caches hold is two to three times as fast) and 256 MiB on a GPU.
-_AT_ONCE = {"cpu": 2**18, "cuda": 2**25}
+AT_ONCE = {"cpu": 2**18, "cuda": 2**25}
 # Entries from which on a row is long enough to be treated by itself.
 _LONG = 4096
 # Variances below this many roundings of the second moment are rounding: the score is constant.
@@ -159,15 +159,7 @@ def mean_moments(sums: Tensor, images: Tensor) -> Moments:
     return Moments(sums / images.to(sums.dtype).clamp_min(1).unsqueeze(-1).unsqueeze(-1))
 
 
-def correlation(
-    moments: Moments,
-    *,
-    normaliser: Normaliser = "phi",
-    eps: float = EPS,
-    clamp: float = CLAMP,
-    denominator_grad: bool = True,
-    shrinkage: float = 0.0,
-) -> Tensor:
+def correlation(moments: Moments, **options: Any) -> Tensor:
     """The φ-style correlation matrix of Eq. (2).
 
     ``R_cc' = (p̂_cc' − p̂_c p̂_c') / (sqrt(p̂_c(1−p̂_c) p̂_c'(1−p̂_c')) + ε)``. For scores of 0 and 1 this
@@ -176,20 +168,9 @@ def correlation(
     ``|R_cc'| <= sqrt(max F_c · max F_c')``. One image gives the zero matrix. Where labels are
     unknown, each entry is that of the images on which both of its labels are known.
 
-    Args:
-        moments: As :func:`score_moments` gives them; with squares for ``"pearson"``, if labels are
-            unknown.
-        normaliser: ``"phi"`` as above; ``"pearson"`` divides by the standard deviations of the
-            scores instead, and a score that does not vary correlates 0 with everything.
-        eps: ε, added to the denominator.
-        clamp: Deviation: p̂ is clamped to [clamp, 1 − clamp] in the denominator of ``"phi"`` (not
-            in the numerator), else the gradient is unbounded for a label never predicted.
-        denominator_grad: Whether gradients flow through the denominator.
-        shrinkage: Added to the variances of ``"pearson"``: what hardly varies correlates little.
-
-    Returns:
-        Symmetric matrices of shape (..., C, C), finite, with finite gradients; 0 for pairs of
-        labels that are never known together.
+    The options are settings of :class:`Correlation`; ``"pearson"`` needs moments with squares, if
+    labels are unknown. Matrices (..., C, C) are symmetric and finite, with finite gradients; 0 for
+    pairs of labels that are never known together.
 
     >>> labels = torch.tensor([[1.0, 1.0], [1.0, 0.0], [0.0, 0.0], [0.0, 0.0], [1.0, 0.0]])
     >>> correlation(score_moments(labels[:4]))  # φ = (1·2 − 1·0) / sqrt(2·2·1·3) = 0.5774
@@ -199,36 +180,7 @@ def correlation(
     >>> round(correlation(score_moments(labels, known=known))[0, 1].item(), 4)  # of the first four
     0.5773
     """
-    covariance, denominator = quotient(
-        moments, normaliser=normaliser, eps=eps, clamp=clamp, shrinkage=shrinkage
-    )
-    matrix = covariance / (denominator if denominator_grad else denominator.detach())
-    return matrix if moments.known is None else torch.where(moments.known > 0, matrix, 0)
-
-
-def quotient(
-    moments: Moments,
-    *,
-    normaliser: Normaliser,
-    eps: float,
-    clamp: float,
-    shrinkage: float = 0.0,
-) -> tuple[Tensor, Tensor]:
-    """Numerator and denominator of Eq. (2), (..., C, C) each; see :func:`correlation`."""
-    _check_choice("normaliser", normaliser, get_args(Normaliser))
-    moments = Moments(_full_precision(moments.values))
-    first = moments.first
-    covariance = moments.second - first.mT * first
-    if normaliser == "phi":
-        spread = bernoulli_deviation(first, clamp)
-    else:
-        square = moments.square
-        variance = square - first.square()
-        varies = variance > _ROUNDINGS * torch.finfo(square.dtype).eps * square
-        # The inner `where` keeps the infinite slope of the root at 0 out of the gradient.
-        spread = torch.where(varies, variance + shrinkage, 1).sqrt()
-        covariance = torch.where(varies.mT & varies, covariance, 0)
-    return covariance, spread.mT * spread + eps
+    return Correlation(moments.values.shape[-1], **options).matrix(moments)
 
 
 def bernoulli_deviation(first: Tensor, clamp: float = CLAMP) -> Tensor:
@@ -250,13 +202,12 @@ class Correlation:
     Variants belong here: :meth:`scores` says what is correlated, :meth:`matrix` how.
 
     Attributes:
-        classes: C.
-        unknown_labels: whether some labels of the images are unknown.
-        normaliser: see :func:`correlation`, like the following.
-        eps: ε.
-        clamp: of p̂ in the denominator.
-        denominator_grad: whether gradients flow through the denominator.
-        shrinkage: added to the variances of "pearson".
+        normaliser: "phi" as Eq. (2) has it; "pearson" divides by the standard deviations of the
+            scores instead, and a score that does not vary correlates 0 with everything.
+        eps: ε, added to the denominator.
+        clamp: Deviation: p̂ is clamped to [clamp, 1 − clamp] in the denominator of "phi" (not in the
+            numerator), else the gradient is unbounded for a label never predicted.
+        shrinkage: added to the variances of "pearson": what hardly varies correlates little.
         softness: T of the scores σ(z / T) that are correlated; the larger, the nearer to logits.
     """
 
@@ -290,52 +241,40 @@ class Correlation:
         return mean_moments(self.sums(scores, batch), batch.rows.sum(-1))
 
     def quotient(self, moments: Moments) -> tuple[Tensor, Tensor]:
-        """Numerator and denominator of Eq. (2)."""
-        return quotient(
-            moments,
-            normaliser=self.normaliser,
-            eps=self.eps,
-            clamp=self.clamp,
-            shrinkage=self.shrinkage,
-        )
+        """Numerator and denominator of Eq. (2), (..., C, C) each."""
+        _check_choice("normaliser", self.normaliser, get_args(Normaliser))
+        moments = Moments(_full_precision(moments.values))
+        first = moments.first
+        covariance = moments.second - first.mT * first
+        if self.normaliser == "phi":
+            spread = bernoulli_deviation(first, self.clamp)
+        else:
+            square = moments.square
+            variance = square - first.square()
+            varies = variance > _ROUNDINGS * torch.finfo(square.dtype).eps * square
+            # The inner `where` keeps the infinite slope of the root at 0 out of the gradient.
+            spread = torch.where(varies, variance + self.shrinkage, 1).sqrt()
+            covariance = torch.where(varies.mT & varies, covariance, 0)
+        return covariance, spread.mT * spread + self.eps
 
     def matrix(self, moments: Moments) -> Tensor:
         """Eq. (2), (..., C, C)."""
-        return correlation(
-            moments,
-            normaliser=self.normaliser,
-            eps=self.eps,
-            clamp=self.clamp,
-            denominator_grad=self.denominator_grad,
-            shrinkage=self.shrinkage,
-        )
+        covariance, denominator = self.quotient(moments)
+        matrix = covariance / (denominator if self.denominator_grad else denominator.detach())
+        return matrix if moments.known is None else torch.where(moments.known > 0, matrix, 0)
 
 
-def soft_correlation(
-    scores: Tensor,
-    rows: Tensor | None = None,
-    *,
-    normaliser: Normaliser = "phi",
-    eps: float = EPS,
-    clamp: float = CLAMP,
-    denominator_grad: bool = True,
-) -> Tensor:
+def soft_correlation(scores: Tensor, rows: Tensor | None = None, **options: Any) -> Tensor:
     """Eq. (1) and (2) in one: scores (..., B, C) to correlation matrices (..., C, C).
 
-    The options are those of :func:`score_moments` and :func:`correlation`. The result is symmetric
-    to the bit, which a matrix product alone does not promise.
+    The options are settings of :class:`Correlation`. The result is symmetric to the bit, which a
+    matrix product alone does not promise.
 
     >>> soft_correlation(torch.tensor([[0.9, 0.2]]))  # one image tells nothing
     tensor([[0., 0.],
             [0., 0.]])
     """
-    matrix = correlation(
-        score_moments(scores, rows),
-        normaliser=normaliser,
-        eps=eps,
-        clamp=clamp,
-        denominator_grad=denominator_grad,
-    )
+    matrix = correlation(score_moments(scores, rows), **options)
     return (matrix + matrix.mT) / 2
 
 
@@ -405,10 +344,8 @@ def label_pairs(
 def phi(both: Tensor, first: Tensor, images: Tensor) -> tuple[Tensor, Tensor]:
     """φ of all pairs of labels from counts (C, C), and which pairs it is defined for.
 
-    Args:
-        both: images with both labels.
-        first: images with the label of the row, among those that know both.
-        images: those that know both.
+    Counted are images with ``both`` labels, with the ``first`` one (of the row), and all, among
+    those that know both.
     """
     scale = first * (images - first)
     # A square root of the product, not a product of roots: exactly 1 on the diagonal.
@@ -424,9 +361,6 @@ def pair_mask(clusters: Tensor, known: Tensor | None = None, *, diagonal: bool =
         clusters: Cluster of each label, (..., C); −1 for a label in no cluster, which has no pairs.
         known: Pairs the teacher knows, (..., C, C); all of them by default.
         diagonal: Also include each label with itself (if known), those in no cluster too.
-
-    Returns:
-        Boolean (..., C, C).
 
     >>> pair_mask(torch.tensor([0, 0, -1])).int()
     tensor([[0, 1, 0],
@@ -455,8 +389,8 @@ def discrepancy(
 
     Args:
         matrix: R, shape (..., C, C).
-        teacher: R*, shape (..., C, C).
-        pairs: Included entries, boolean (..., C, C), see :func:`pair_mask`.
+        teacher: R*, likewise.
+        pairs: Included entries, boolean, see :func:`pair_mask`.
         kind: ``"squared_frobenius"``, the paper's f with weights 1 in a block and 0 elsewhere;
             ``"frobenius"``, its square root: one norm over all included entries, not a sum of one
             norm per cluster; ``"cosine"``, one minus the cosine of the angle between the included
@@ -516,22 +450,14 @@ def _cosine_distance(matrix: Tensor, teacher: Tensor, pairs: Tensor) -> Tensor:
     return torch.where(pairs.any(-1).any(-1), 1 - cosine, 0)
 
 
-def numbers_at_once(device: torch.device) -> int:
-    """How many numbers a computation over many clients should hold at a time on a device.
-
-    >>> numbers_at_once(torch.device("cpu")) // 20**2  # clients with 20 labels
-    655
-    """
-    return _AT_ONCE.get(device.type, _AT_ONCE["cpu"])
-
-
 def parts(count: int, width: int, device: torch.device) -> Iterator[slice]:
     """Slices of ``count`` rows of ``width`` numbers, as many at a time as memory should hold.
 
     >>> list(parts(3, 2**17, torch.device("cpu")))
     [slice(0, 2, None), slice(2, 4, None)]
     """
-    step = max(1, numbers_at_once(device) // max(1, width))
+    at_once = AT_ONCE.get(device.type, AT_ONCE["cpu"])
+    step = max(1, at_once // max(1, width))
     for start in range(0, count, step):
         yield slice(start, start + step)
 

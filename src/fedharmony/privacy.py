@@ -27,32 +27,32 @@ part when: that is what drawing cohorts hides.
 
 from __future__ import annotations
 
+import bisect
 import functools
 import logging
 import math
 from collections import Counter
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
-from typing import TYPE_CHECKING, Annotated, Any, Literal
+from typing import TYPE_CHECKING, Annotated, Any, Literal, NamedTuple
 
 import torch
 from annotated_types import Gt, Le, Lt
-from torch import Tensor
 
 from fedharmony.aggregate import NUMBERS, scaled, typed
 from fedharmony.config import Checked
 from fedharmony.errors import ConfigError
 from fedharmony.rng import torch_rng
 from fedharmony.terminal import warn_once
-from fedharmony.types import PARAMS, Packed, Record
+from fedharmony.types import PARAMS, Group, Packed, Record
 
 if TYPE_CHECKING:
     from dp_accounting import DpEvent
 
 Sampling = Literal["poisson", "uniform"]
-#: The noise multipliers among which one is looked for.
-LEAST, MOST = 1e-3, 1e6
+#: The least noise multiplier that is looked for.
+LEAST = 1e-3
 
 
 @dataclass(frozen=True)
@@ -82,12 +82,7 @@ class PrivacySettings(Checked):
 
 @dataclass(frozen=True)
 class Clipping:
-    """What a client does to its share before it leaves.
-
-    Attributes:
-        model: S of the update.
-        sums: S of every other part.
-    """
+    """What a client does to its share before it leaves; S of the update, and of all other parts."""
 
     model: float
     sums: float
@@ -108,7 +103,7 @@ class Clipping:
         return Record(groups)
 
 
-def clipped(tensors: Mapping[str, Tensor], most: float) -> Mapping[str, Tensor]:
+def clipped(tensors: Group, most: float) -> Group:
     """Tensors times the one factor that leaves them together no longer than ``most``.
 
     >>> clipped({"a": torch.tensor([3.0]), "b": torch.tensor([4.0])}, 1.0)["b"]
@@ -126,8 +121,6 @@ class Noise:
 
     Attributes:
         multiplier: z.
-        clipping: the bounds of the shares.
-        sampling: how cohorts are drawn, which says how far one client can move a sum.
         cohort: expected clients per round, which updates are divided by, whoever has answered.
         seed: of the run. A simulation repeats to the bit; whoever knows the seed knows the noise.
     """
@@ -150,7 +143,7 @@ class Noise:
         ``total`` is changed in place. The scalar ``noise GROUP`` says how much each sum got.
         """
         generator = torch_rng(self.seed, f"privacy noise {stage}", round)
-        groups: dict[str, Mapping[str, Tensor]] = {}
+        groups: dict[str, Group] = {}
         scalars = {}
         for group, sums in total.groups.items():
             deviation = self.deviation(group, len(total.groups))
@@ -167,14 +160,8 @@ class Noise:
         return Record(groups, scalars)
 
 
-@dataclass(frozen=True)
-class Exchanges:
-    """How often clients are asked in a round: each time is one noisy sum.
-
-    Attributes:
-        cohort: exchanges with the round's cohort.
-        everyone: exchanges with all clients.
-    """
+class Exchanges(NamedTuple):
+    """How often the cohort, and everyone, is asked in a round: each time is one noisy sum."""
 
     cohort: int
     everyone: int
@@ -182,14 +169,7 @@ class Exchanges:
 
 @dataclass(frozen=True)
 class Ledger:
-    """What a run costs.
-
-    Attributes:
-        delta: δ.
-        clients: K.
-        cohort: expected clients per round.
-        sampling: how cohorts are drawn.
-    """
+    """What a run costs, with cohorts of so many of K clients on average."""
 
     delta: float
     clients: int
@@ -210,15 +190,14 @@ class Ledger:
     def _divergence(self, multiplier: float, kind: Exchanges) -> Any:
         """The Rényi divergence of one round at each of the accountant's orders."""
         with _quiet():
-            accountant = accounting().rdp.RdpAccountant(neighboring_relation=self._relation())
-            return accountant.compose(self.event(multiplier, [kind])).rdp
+            return self._accountant().compose(self.event(multiplier, [kind])).rdp
 
     def multiplier(self, epsilon: float, rounds: Sequence[Exchanges]) -> float:
         """The least z with which these rounds cost no more than ε."""
         library = accounting()
         with _quiet():
             found: float = library.calibrate_dp_mechanism(
-                lambda: library.rdp.RdpAccountant(neighboring_relation=self._relation()),
+                self._accountant,
                 lambda multiplier: self.event(multiplier, rounds),
                 epsilon,
                 self.delta,
@@ -241,31 +220,24 @@ class Ledger:
                     chance = self.cohort / self.clients
                     sampled = library.PoissonSampledDpEvent(chance, gaussian)
                 else:
-                    sampled = library.SampledWithoutReplacementDpEvent(
-                        self.clients, self.cohort, gaussian
-                    )
+                    draw = self.clients, self.cohort
+                    sampled = library.SampledWithoutReplacementDpEvent(*draw, gaussian)
                 events.append(library.SelfComposedDpEvent(sampled, count))
             if kind.everyone:
                 gaussian = library.GaussianDpEvent(multiplier / math.sqrt(kind.everyone))
                 events.append(library.SelfComposedDpEvent(gaussian, count))
         return library.ComposedDpEvent(events)
 
-    def _relation(self) -> Any:
-        relations = accounting().NeighboringRelation
-        if self.sampling == "poisson":
-            return relations.ADD_OR_REMOVE_ONE
-        return relations.REPLACE_ONE
+    def _accountant(self) -> Any:
+        library = accounting()
+        poisson, relations = self.sampling == "poisson", library.NeighboringRelation
+        relation = relations.ADD_OR_REMOVE_ONE if poisson else relations.REPLACE_ONE
+        return library.rdp.RdpAccountant(neighboring_relation=relation)
 
 
 @dataclass(frozen=True)
 class Budget:
-    """What a run costs, round by round: it does not depend on data, and is known beforehand.
-
-    Attributes:
-        ledger: counts ε.
-        multiplier: z.
-        rounds: the exchanges of each round.
-    """
+    """What a run costs, round by round: it does not depend on data, and is known beforehand."""
 
     ledger: Ledger
     multiplier: float
@@ -286,13 +258,9 @@ def budget(
     rounds: int,
     exchanges: Callable[[int], tuple[Exchanges, ...]],
 ) -> Budget:
-    """The noise, and as many rounds of those asked for as ε allows.
+    """The noise, and as many of the rounds asked for as ε allows.
 
-    Args:
-        settings: ε, or the noise, or both.
-        ledger: counts ε.
-        rounds: asked for.
-        exchanges: those of each round, for a run of so many rounds.
+    ``exchanges`` gives those of each round, for a run of so many rounds.
     """
     if settings.noise_multiplier is None:
         assert settings.epsilon is not None
@@ -300,27 +268,24 @@ def budget(
         return Budget(ledger, ledger.multiplier(settings.epsilon, planned), planned)
     multiplier, most = settings.noise_multiplier, settings.epsilon or math.inf
 
-    def fits(count: int) -> bool:
-        return ledger.epsilon(multiplier, exchanges(count)) <= most
+    def cost(count: int) -> float:
+        return ledger.epsilon(multiplier, exchanges(count))
 
-    if fits(rounds):
+    if cost(rounds) <= most:
         return Budget(ledger, multiplier, exchanges(rounds))
-    low, high = 0, rounds  # low fits, high does not
-    while high - low > 1:
-        middle = (low + high) // 2
-        low, high = (middle, high) if fits(middle) else (low, middle)
-    if not low:
+    enough = bisect.bisect_right(range(1, rounds), most, key=cost)
+    if not enough:
         raise ConfigError(
             f"privacy.epsilon = {most:g} is spent before the first round ends: with "
             f"privacy.noise_multiplier = {multiplier:g} it costs "
-            f"{ledger.epsilon(multiplier, exchanges(1)):.3g}. Raise one of the two, or leave the "
+            f"{cost(1):.3g}. Raise one of the two, or leave the "
             "multiplier out: it is then found from epsilon."
         )
     warn_once(
-        f"privacy.epsilon = {most:g} suffices for {low} of the {rounds} rounds with "
+        f"privacy.epsilon = {most:g} suffices for {enough} of the {rounds} rounds with "
         f"privacy.noise_multiplier = {multiplier:g}: the run ends after them."
     )
-    return Budget(ledger, multiplier, exchanges(low))
+    return Budget(ledger, multiplier, exchanges(enough))
 
 
 @functools.cache

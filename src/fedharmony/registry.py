@@ -43,14 +43,12 @@ class Registry(Generic[T]):
         """Class decorator: make the class known under ``name``."""
 
         def add(cls: T) -> T:
-            known = self._items.get(name)
-            if known is not None and (known.__module__, known.__qualname__) != (
-                cls.__module__,
-                cls.__qualname__,
-            ):
+            both = (self._items.get(name, cls), cls)
+            known, new = (f"{kind.__module__}.{kind.__qualname__}" for kind in both)
+            if known != new:
                 raise ConfigError(
-                    f"Two classes want to be the {self.kind} {name!r}: {known.__module__}."
-                    f"{known.__qualname__} and {cls.__module__}.{cls.__qualname__}. Rename one."
+                    f"Two classes want to be the {self.kind} {name!r}: {known} and {new}. "
+                    "Rename one."
                 )
             cls.name = name
             self._items[name] = cls

@@ -35,7 +35,7 @@ of Weiszfeld's iteration, and one weighted sum of models follows.
 from __future__ import annotations
 
 import math
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from typing import Literal, TypeAlias
 
@@ -46,7 +46,7 @@ from torch import Tensor
 
 from fedharmony.aggregate import ModelMean
 from fedharmony.correlation import parts
-from fedharmony.types import BUFFERS, PARAMS, Packed, Record
+from fedharmony.types import BUFFERS, PARAMS, Group, Packed, Record
 
 Rule: TypeAlias = Literal[
     "none",
@@ -70,14 +70,7 @@ ROUNDING = 1e-9
 
 @dataclass(frozen=True)
 class Robust:
-    """How models are averaged.
-
-    Attributes:
-        rule: see the module; "none" is the weighted mean.
-        bad: share of a cohort that may lie ("trimmed_mean", "multi_krum").
-        bound: "norm_bound", "same_direction": the largest length, in medians.
-        cap: the largest weight, in medians of the cohort's.
-    """
+    """How models are averaged: a rule of the module, or "none" for the weighted mean."""
 
     rule: Rule = "none"
     bad: float = 0.3
@@ -96,9 +89,7 @@ class Robust:
 class RobustMean(ModelMean):
     """Holds the models of a cohort, and makes the new one by a rule.
 
-    Args:
-        robust: the rule.
-        state: the server's state, with the model that clients received.
+    ``state`` is the server's, with the model that clients received.
     """
 
     def __init__(self, robust: Robust, state: Record) -> None:
@@ -114,7 +105,7 @@ class RobustMean(ModelMean):
         self._held.append(Record({group: record.get(group) for group in (PARAMS, BUFFERS)}))
         self._weights.append((weight, weight if buffers is None else buffers))
 
-    def means(self, exact: bool = False) -> dict[str, Mapping[str, Tensor]]:
+    def means(self, exact: bool = False) -> dict[str, Group]:
         """The new model: number by number, or as a weighted sum of the clients' models."""
         params, buffers = (
             capped(torch.tensor(own, dtype=torch.float64), self.robust.cap)
@@ -156,7 +147,7 @@ class RobustMean(ModelMean):
             return krum(gram, math.ceil(self.robust.bad * len(gram))), all_of_it
         return geometric_median(gram, weights) / (weights / weights.sum()), all_of_it
 
-    def _by_number(self, group: str, weights: Tensor, exact: bool = False) -> Mapping[str, Tensor]:
+    def _by_number(self, group: str, weights: Tensor, exact: bool = False) -> Group:
         """One group of the new model; whole numbers are the first client's."""
         members = [record.get(group) for record in self._held]
         trim = 0.5 if self.robust.rule == "median" else self.robust.bad
@@ -224,7 +215,7 @@ def trimmed(values: Tensor, weights: Tensor, trim: float) -> Tensor:
     return (ordered * kept).sum(0) / kept.sum(0)
 
 
-def products(models: Sequence[Mapping[str, Tensor]]) -> Tensor:
+def products(models: Sequence[Group]) -> Tensor:
     """u_j·u_k, float64 (m, m), of models θ, θ_1, … θ_m."""
     total = torch.zeros((), dtype=torch.float64)
     for rows in _columns(models):
@@ -235,7 +226,7 @@ def products(models: Sequence[Mapping[str, Tensor]]) -> Tensor:
     return total
 
 
-def _columns(models: Sequence[Mapping[str, Tensor]]) -> Iterator[list[Tensor]]:
+def _columns(models: Sequence[Group]) -> Iterator[list[Tensor]]:
     """The same numbers of all models, tensor by tensor, or all at once where they are packed."""
     if (packed := _common_layout(models)) is not None:
         yield [model.row for model in packed]
@@ -245,17 +236,11 @@ def _columns(models: Sequence[Mapping[str, Tensor]]) -> Iterator[list[Tensor]]:
             yield [model[name].reshape(-1) for model in models]
 
 
-def _common_layout(models: Sequence[Mapping[str, Tensor]]) -> list[Packed] | None:
+def _common_layout(models: Sequence[Group]) -> list[Packed] | None:
     """The models if all are packed alike, else None."""
     packed = [model for model in models if isinstance(model, Packed)]
     alike = len(packed) == len(models) and len({model.layout for model in packed}) == 1
     return packed if alike else None
-
-
-def _distances(gram: Tensor) -> Tensor:
-    """‖u_j − u_k‖² from products, (m, m)."""
-    own = gram.diagonal()
-    return (own[:, None] + own[None, :] - 2 * gram).clamp(min=0)
 
 
 def krum(gram: Tensor, bad: int) -> Tensor:
@@ -269,7 +254,9 @@ def krum(gram: Tensor, bad: int) -> Tensor:
     """
     clients = len(gram)
     bad = max(0, min(bad, (clients - 3) // 2))
-    ordered = _distances(gram).sort(1).values  # the first is a client's distance to itself
+    own = gram.diagonal()
+    distances = (own[:, None] + own - 2 * gram).clamp(min=0)  # ‖u_j − u_k‖²
+    ordered = distances.sort(1).values  # the first is a client's distance to itself
     score = ordered[:, 1 : max(1, clients - bad - 2) + 1].sum(1)
     chosen = torch.zeros_like(score)
     chosen[score.argsort(stable=True)[: clients - bad]] = 1

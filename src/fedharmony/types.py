@@ -15,7 +15,7 @@ is sent, what clients do with it, and how replies are folded.
 from __future__ import annotations
 
 import math
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from functools import cached_property
 from typing import ClassVar, NamedTuple, TypeAlias
@@ -27,6 +27,9 @@ from torch import Tensor
 
 #: Named tensors, for instance the parameters of a model.
 Tensors: TypeAlias = dict[str, Tensor]
+#: The same, only to be read: one group of a record; and all its groups by name.
+Group: TypeAlias = Mapping[str, Tensor]
+Groups: TypeAlias = Mapping[str, Group]
 Scalar: TypeAlias = bool | int | float | str
 Index: TypeAlias = npt.NDArray[np.int64]
 Labels: TypeAlias = npt.NDArray[np.uint8]
@@ -82,11 +85,6 @@ class Layout:
         return -(-last // self.GRAIN) * self.GRAIN
 
     @cached_property
-    def numbers(self) -> int:
-        """Numbers in a row, without gaps."""
-        return sum(math.prod(shape) for _, shape in self.shapes)
-
-    @cached_property
     def _shape(self) -> dict[str, tuple[int, ...]]:
         return dict(self.shapes)
 
@@ -107,12 +105,10 @@ class Packed(Mapping[str, Tensor]):
     """Named tensors that are parts of one row; who knows that can treat them as one tensor.
 
     >>> packed = Packed(Layout.of({"w": (1, 2)}), torch.arange(8.0))
-    >>> packed["w"], len(packed), packed.nbytes
-    (tensor([[0., 1.]]), 1, 8)
+    >>> packed["w"], len(packed)
+    (tensor([[0., 1.]]), 1)
 
-    Attributes:
-        layout: where they lie.
-        row: the memory, (length,); gaps hold zeros.
+    The ``row`` is (length,), as its ``layout`` says; gaps hold zeros.
     """
 
     def __init__(self, layout: Layout, row: Tensor) -> None:
@@ -130,10 +126,19 @@ class Packed(Mapping[str, Tensor]):
         """The number of tensors."""
         return len(self.layout.shapes)
 
-    @property
-    def nbytes(self) -> int:
-        """Bytes of the tensors, without the gaps."""
-        return self.layout.numbers * self.row.element_size()
+
+def mapped(function: Callable[[Tensor], Tensor], group: Group) -> Group:
+    """A function of each tensor of a group; of the row as a whole, where they are packed."""
+    if isinstance(group, Packed):
+        return Packed(group.layout, function(group.row))
+    return {name: function(tensor) for name, tensor in group.items()}
+
+
+def shapes_of(group: Group) -> dict[str, tuple[tuple[int, ...], torch.dtype]]:
+    """Shape and type of each tensor of a group, without a view of every one that is packed."""
+    if isinstance(group, Packed):
+        return {name: (shape, group.row.dtype) for name, shape in group.layout.shapes}
+    return {name: (tuple(t.shape), t.dtype) for name, t in group.items()}
 
 
 @dataclass(frozen=True)
@@ -149,10 +154,10 @@ class Record:
     (24, torch.Size([2, 3]), 4)
     """
 
-    groups: Mapping[str, Mapping[str, Tensor]] = field(default_factory=dict)
+    groups: Groups = field(default_factory=dict)
     scalars: Mapping[str, Scalar] = field(default_factory=dict)
 
-    def get(self, group: str) -> Mapping[str, Tensor]:
+    def get(self, group: str) -> Group:
         """The tensors of a group; empty when the record has no such group."""
         return self.groups.get(group, {})
 
@@ -163,9 +168,7 @@ class Record:
                 yield f"{group}/{name}", tensor
 
     def replace(
-        self,
-        groups: Mapping[str, Mapping[str, Tensor]] | None = None,
-        scalars: Mapping[str, Scalar] | None = None,
+        self, groups: Groups | None = None, scalars: Mapping[str, Scalar] | None = None
     ) -> Record:
         """A copy with the given groups and scalars added or replaced."""
         return Record({**self.groups, **(groups or {})}, {**self.scalars, **(scalars or {})})
@@ -173,24 +176,13 @@ class Record:
     @cached_property
     def nbytes(self) -> int:
         """Payload bytes of the tensors (scalars are not counted)."""
-        return sum(
-            members.nbytes
-            if isinstance(members, Packed)
-            else sum(t.numel() * t.element_size() for t in members.values())
-            for members in self.groups.values()
-        )
+        kinds = (kind for group in self.groups.values() for kind in shapes_of(group).values())
+        return sum(math.prod(shape) * dtype.itemsize for shape, dtype in kinds)
 
     def to(self, device: torch.device | str) -> Record:
         """The same record with its tensors on another device."""
-        return Record(
-            {
-                g: Packed(members.layout, members.row.to(device))
-                if isinstance(members, Packed)
-                else {n: t.to(device) for n, t in members.items()}
-                for g, members in self.groups.items()
-            },
-            self.scalars,
-        )
+        moved = {g: mapped(lambda t: t.to(device), own) for g, own in self.groups.items()}
+        return Record(moved, self.scalars)
 
 
 #: No number of a reply may be larger: its square would overflow in float32, and so would a model
@@ -199,14 +191,7 @@ LARGEST = 2.0**64
 
 
 class Form(NamedTuple):
-    """What a tensor of a reply must look like.
-
-    Attributes:
-        shape: of the tensor.
-        dtype: of its numbers.
-        low: no number lies below this,
-        high: and none above this, up to rounding.
-    """
+    """What a tensor of a reply must look like: no number lies outside of [low, high]."""
 
     shape: tuple[int, ...]
     dtype: torch.dtype = torch.float32
@@ -223,9 +208,6 @@ class Reply:
     """What one client sends back: its record and how many images stand behind it.
 
     Attributes:
-        client: who.
-        examples: images it trained on.
-        record: what it sends.
         finite: whether all values of the record are finite, if that is known: a stack of clients
             is looked at once, instead of each of them.
         saved: whether it comes from the plain path, because the fast one failed.
@@ -256,3 +238,9 @@ class Failure:
     def __str__(self) -> str:
         who = f"client {self.client}" + (f" ({self.name})" if self.name else "")
         return f"{who} left out of {self.stage}, round {self.round + 1}: {self.reason}"
+
+
+#: What the server sends, by client; what comes back; and what of that it believes.
+Messages: TypeAlias = Mapping[int, Record]
+Answers: TypeAlias = Iterator[Reply | Failure]
+Replies: TypeAlias = Iterator[Reply]

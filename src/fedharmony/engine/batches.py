@@ -20,9 +20,7 @@ from fedharmony.types import Index
 class Plan:
     """Image indices (S, M, B) of S steps for M clients; −1 marks a padding row.
 
-    Attributes:
-        index: (S, M, B) int64.
-        steps: (M,) number of steps of each client, not increasing.
+    Clients have numbers of ``steps``, (M,), that do not increase.
     """
 
     index: Index

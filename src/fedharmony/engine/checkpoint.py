@@ -13,11 +13,10 @@ from pathlib import Path
 import safetensors.torch
 import torch
 from safetensors import SafetensorError, safe_open
-from torch import Tensor
 
 from fedharmony.errors import CheckpointError
 from fedharmony.files import write_atomically
-from fedharmony.types import Record, Tensors
+from fedharmony.types import Group, Record, Tensors
 
 FORMAT = "fedharmony-record-1"
 
@@ -94,7 +93,7 @@ def header_of(data: bytes) -> dict[str, str]:
     return dict(json.loads(data[8 : 8 + length])["__metadata__"])
 
 
-def _assemble(header: Mapping[str, str], tensors: Mapping[str, Tensor]) -> Record:
+def _assemble(header: Mapping[str, str], tensors: Group) -> Record:
     groups: dict[str, Tensors] = {
         group: {name: tensors[f"{group}/{name}"] for name in names}
         for group, names in json.loads(header["groups"]).items()

@@ -28,9 +28,7 @@ AHEAD = 2
 class ClientData:
     """The data of all clients, as batches on a device.
 
-    Attributes:
-        clients: by client id, the indices of its images.
-        resident: whether the images lie on the device, so that a step can fetch them itself.
+    ``resident`` images lie on the device, so that a step can fetch them itself.
     """
 
     def __init__(
@@ -95,13 +93,13 @@ class ClientData:
 
     def drawn(
         self,
-        draw: Callable[[torch.Generator, int], Tensors],
-        purpose: str,
         round: int,
         clients: Sequence[int],
         plan: Plan,
         width: int,
         batch_size: int,
+        draw: Callable[[torch.Generator, int], Tensors],
+        purpose: str,
     ) -> Tensors:
         """What is drawn for all steps, (S, width, B, ...) each, each client from its own generator.
 
@@ -130,6 +128,17 @@ class ClientData:
     def pixels(self, index: Tensor) -> Tensor:
         """The images at an index of any shape, on the device."""
         return self.images.gather(index, self.device)
+
+    def looks(
+        self, plan: Plan, index: Tensor, steps: range, width: int, exact: bool, fetch: bool
+    ) -> Iterator[tuple[Tensor, Tensor | None]]:
+        """Image indices (width, B) of each step and, where they are fetched here, the images.
+
+        ``exact`` leaves out rows that all clients only pad.
+        """
+        rows = (plan.rows(t, width) if exact else None for t in steps)
+        indices = (index[t, :width, :row] for t, row in zip(steps, rows, strict=True))
+        return self.gathered(indices) if fetch else ((own, None) for own in indices)
 
     def gathered(self, steps: Iterable[Tensor]) -> Iterator[tuple[Tensor, Tensor]]:
         """``(index, images at index)`` for each index; from files, a thread reads ahead."""

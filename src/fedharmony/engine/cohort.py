@@ -7,7 +7,6 @@ is ordered by size and shrinks as clients finish, so padding never enters a resu
 
 from __future__ import annotations
 
-import functools
 from collections.abc import Mapping, Sequence
 from functools import cached_property
 from typing import Any
@@ -15,7 +14,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from fedharmony.aggregate import NUMBERS
+from fedharmony.aggregate import NUMBERS, numbers_of
 from fedharmony.data.augment import AugmentSettings
 from fedharmony.data.base import LabelledImages
 from fedharmony.engine.clients import ClientData
@@ -27,22 +26,19 @@ from fedharmony.engine.optimise import TrainSettings
 from fedharmony.engine.stacking import StackedMessage, over_clients
 from fedharmony.engine.sweeping import Sweeper
 from fedharmony.engine.training import Show, Tick, Trainer
-from fedharmony.methods.base import Groups, Method, Stage
+from fedharmony.methods.base import Method, Stage
 from fedharmony.models.base import Model, unstack
 from fedharmony.privacy import Clipping
-from fedharmony.types import BUFFERS, PARAMS, Index, Record, Reply, Tensors
+from fedharmony.types import BUFFERS, PARAMS, Group, Groups, Index, Messages, Record, Reply, Tensors
 
 
 class Cohort:
     """Trains and sweeps stacks of clients whose data it holds.
 
     Args:
-        data: the training images of all clients.
         clients: by client id, the indices of its images.
         sweep_batch: images per client and step in passes without training.
         frozen: the model's frozen tensors, which never travel.
-        memory: what clients keep between rounds.
-        changes: random changes of training images.
         clipping: bounds of what leaves a client, for differential privacy.
     """
 
@@ -56,7 +52,7 @@ class Cohort:
         seed: int,
         device: torch.device,
         sweep_batch: int = 32,
-        frozen: Mapping[str, Tensor] | None = None,
+        frozen: Group | None = None,
         memory: ClientMemory | None = None,
         changes: AugmentSettings | None = None,
         mode: ComputeMode | None = None,
@@ -65,16 +61,27 @@ class Cohort:
         self.mode, self.method, self.clipping = mode or ComputeMode(), method, clipping
         self.data = ClientData(data, clients, seed, device, memory or ClientMemory())
         self.sizes = self.data.sizes
-        constants = {name: tensor.to(device) for name, tensor in (frozen or {}).items()}
-        self._make = functools.partial(
-            _workers, model, method, settings, self.data, constants, changes, sweep_batch
+        self._model, self._settings, self._sweep_batch = model, settings, sweep_batch
+        self._frozen = {name: tensor.to(device) for name, tensor in (frozen or {}).items()}
+        self._changes = changes or AugmentSettings()
+        self.trainer, self.sweeper = self._workers(self.mode)
+
+    def _workers(self, mode: ComputeMode) -> tuple[Trainer, Sweeper]:
+        """Who trains and who sweeps, with everything compiled that ``mode`` says."""
+        model, method, frozen, show = self._model, self.method, self._frozen, _shower(self.method)
+        if mode.compile:
+            said: set[str] = set()
+            model = model.compiled(lambda piece: CompiledPiece(piece, mode.backend, said))
+            show = Compiled(show, mode.backend)
+        trainer = Trainer(
+            model, method, self._settings, self.data, mode, frozen, self._changes, show
         )
-        self.trainer, self.sweeper = self._make(self.mode)
+        return trainer, Sweeper(model, self.data, mode, frozen, show, self._sweep_batch)
 
     @cached_property
     def _plain(self) -> tuple[Trainer, Sweeper]:
         """The same clients on the plain path."""
-        return self._make(ComputeMode())
+        return self._workers(ComputeMode())
 
     def go_plain(self) -> None:
         """Take the plain path from now on."""
@@ -89,7 +96,7 @@ class Cohort:
         self,
         stage: Stage,
         round: int,
-        messages: Mapping[int, Record],
+        messages: Messages,
         tick: Tick = lambda done, total: None,
         plain: bool = False,
     ) -> list[Reply]:
@@ -102,7 +109,7 @@ class Cohort:
             views = {k: self.data.view(k, round) for k in messages}
             messages = {k: self.method.received(views[k], m) for k, m in messages.items()}
         clients, sweep = self.data.by_size(messages), stage.sweep
-        results: list[dict[str, Mapping[str, Tensor]]] = [{} for _ in clients]
+        results: list[dict[str, Group]] = [{} for _ in clients]
         scalars: list[dict[str, float]] = [{} for _ in clients]
         trained: Trained | None = None
         swept: Tensors = {}
@@ -149,38 +156,12 @@ class Cohort:
 
     def share(self, round: int, message: Record, reply: Reply) -> Reply:
         """What leaves a client where the server sees sums: its share, with numbers for events."""
-        view, n = self.data.view(reply.client, round), reply.examples
-        share = self.method.share(round, view, message, reply)
-        scalars = reply.record.scalars
-        loss, rows = (float(scalars.get(name, 0.0)) for name in ("loss", "rows"))
-        numbers = {"examples": n, "loss": n * loss, "rows": rows}
-        made = {name: torch.tensor(value, dtype=torch.float64) for name, value in numbers.items()}
+        share = self.method.share(round, self.data.view(reply.client, round), message, reply)
+        made = {n: torch.tensor(x, dtype=torch.float64) for n, x in numbers_of(reply).items()}
         record = Record({**share.groups, NUMBERS: {**share.get(NUMBERS), **made}})
         if self.clipping is not None:
             record = self.clipping.cut(record, message)
         return Reply(reply.client, 0, record, reply.finite, reply.saved)
-
-
-def _workers(
-    model: Model,
-    method: Method,
-    settings: TrainSettings,
-    data: ClientData,
-    frozen: Tensors,
-    changes: AugmentSettings | None,
-    sweep_batch: int,
-    mode: ComputeMode,
-) -> tuple[Trainer, Sweeper]:
-    """Who trains and who sweeps, with everything compiled that ``mode`` says."""
-    show = _shower(method)
-    if mode.compile:
-        said: set[str] = set()
-        model = model.compiled(lambda piece: CompiledPiece(piece, mode.backend, said))
-        show = Compiled(show, mode.backend)
-    trainer = Trainer(
-        model, method, settings, data, mode, frozen, changes or AugmentSettings(), show
-    )
-    return trainer, Sweeper(model, data, mode, frozen, show, sweep_batch)
 
 
 def _shower(method: Method) -> Show:
@@ -196,17 +177,13 @@ def _shower(method: Method) -> Show:
     return show
 
 
-def _received(clients: Sequence[int], messages: Mapping[int, Record], group: str) -> Tensors:
+def _received(clients: Sequence[int], messages: Messages, group: str) -> Tensors:
     """A group of the messages as a stack, in one memory order, however the messages came here.
 
     Products of transposed matrices have other last bits.
     """
     stack = StackedMessage([messages[k] for k in clients]).stacked(group)
     return {
-        n: t[:1].contiguous().expand_as(t) if _same(t) else t.contiguous() for n, t in stack.items()
+        n: t[:1].contiguous().expand_as(t) if t.stride(0) == 0 else t.contiguous()
+        for n, t in stack.items()
     }
-
-
-def _same(stack: Tensor) -> bool:
-    """Whether all clients of a stack look at one tensor."""
-    return stack.ndim > 0 and stack.stride(0) == 0

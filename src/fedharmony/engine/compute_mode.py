@@ -2,14 +2,12 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
 from contextlib import AbstractContextManager, nullcontext
 from dataclasses import dataclass, replace
 
 import torch
-from torch import Tensor
 
-from fedharmony.types import Tensors
+from fedharmony.types import Group, Tensors
 
 
 @dataclass(frozen=True)
@@ -19,9 +17,8 @@ class ComputeMode:
     Attributes:
         half: products in bfloat16; parameters, moments, losses and correlations stay float32.
         graphs: record each shape of step once as a CUDA graph.
-        compile: compile the parts of the backbone, and the optimiser's pass.
+        compile: compile the parts of the backbone, and the optimiser's pass, by ``backend``.
         fixed: keep tensors in place and shapes few, as graphs need it, even without graphs.
-        backend: of ``torch.compile``.
     """
 
     half: bool = False
@@ -52,7 +49,7 @@ class ComputeMode:
         """The type of products, where everything else is ``dtype``."""
         return torch.bfloat16 if self.half else dtype
 
-    def halved(self, tensors: Mapping[str, Tensor]) -> frozenset[str]:
+    def halved(self, tensors: Group) -> frozenset[str]:
         """Names of the weight matrices that the model reads in bfloat16; none in full precision.
 
         They enter products only. Autocast would copy them at every use; here it is once per step.
@@ -61,7 +58,7 @@ class ComputeMode:
             return frozenset()
         return frozenset(n for n, t in tensors.items() if n.endswith(".weight") and t.dim() > 2)
 
-    def lowered(self, tensors: Mapping[str, Tensor]) -> Tensors:
+    def lowered(self, tensors: Group) -> Tensors:
         """Stacked tensors as the model reads them."""
         half = self.halved(tensors)
         return {n: t.bfloat16() if n in half else t for n, t in tensors.items()}

@@ -10,7 +10,7 @@ from __future__ import annotations
 
 import math
 import time
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import asdict, dataclass, field, replace
 from typing import Annotated, Any, Literal
 
@@ -19,7 +19,7 @@ from annotated_types import Ge, Gt, Le, Lt
 from pydantic import Field
 from torch import Tensor
 
-from fedharmony.aggregate import NUMBERS, pooled
+from fedharmony.aggregate import NUMBERS, numbers_of, pooled
 from fedharmony.config import Checked
 from fedharmony.engine.sampling import drops_out
 from fedharmony.engine.server_average import ServerAverage
@@ -27,7 +27,7 @@ from fedharmony.errors import ClientLimitError
 from fedharmony.methods.base import Method, Stage
 from fedharmony.privacy import Noise
 from fedharmony.robust import Robust, Rule
-from fedharmony.transport.base import Transport
+from fedharmony.transport.base import Transport, answers
 from fedharmony.transport.sums import AddedUp, Summing
 from fedharmony.types import (
     BUFFERS,
@@ -36,9 +36,13 @@ from fedharmony.types import (
     PARAMS,
     Failure,
     Form,
+    Group,
+    Messages,
     Packed,
     Record,
+    Replies,
     Reply,
+    shapes_of,
 )
 
 Event = dict[str, Any]
@@ -50,7 +54,6 @@ Forms = Mapping[str, Mapping[str, Form]]
 #: How far a number may lie outside of its range by rounding.
 ROUNDING = 1e-6
 _ANY = (-math.inf, math.inf)
-_UNASKED = "it was not asked, or has answered already"
 
 
 @dataclass(frozen=True)
@@ -133,17 +136,12 @@ class Tally:
     def count(self, reply: Reply, epochs: int) -> None:
         """Add a good reply; ``epochs`` is 0 for a stage without training."""
         self.bytes_up += reply.record.nbytes
-        if reply.saved:
-            self.saved.append(reply.client)
+        self.saved += [reply.client] if reply.saved else []
         if epochs:
-            self.reported.append(reply.client)
-            self.examples += reply.examples
-            self.images += reply.examples * epochs
-            self.rows += float(reply.record.scalars.get("rows", 0.0))
-            self.loss += float(reply.record.scalars.get("loss", 0.0)) * reply.examples
+            self.add([reply.client], numbers_of(reply), epochs)
 
-    def count_sum(self, clients: Sequence[int], numbers: Mapping[str, float], epochs: int) -> None:
-        """Add the sum of a cohort's training; where clients are private, only who took part."""
+    def add(self, clients: Sequence[int], numbers: Mapping[str, float], epochs: int) -> None:
+        """Add what clients have trained: images, rows, and the sum of losses over images."""
         self.reported += clients
         self.examples += int(numbers.get("examples", 0))
         self.images += int(numbers.get("examples", 0)) * epochs
@@ -180,11 +178,7 @@ class Federation:
     """Runs a method over its clients, round by round.
 
     Attributes:
-        method: what is sent, and what is made of the replies.
-        transport: how messages reach clients.
         schedule: the cohort of each round; read when the round begins.
-        settings: who drops out, and how many may fail.
-        seed: of the run.
         epochs: local epochs, which bound the steps that a client may claim.
         opening: exchanges before the first training, whatever the method.
         names: of the clients, where they have some.
@@ -221,7 +215,9 @@ class Federation:
         for round in range(start, len(self.schedule)):
             began, tally, cohort = time.perf_counter(), Tally(), self.schedule[round]
             for stage in self.stages(round):
-                before, asked = state, self._everyone() if stage.everyone else cohort
+                before, asked = state, cohort
+                if stage.everyone:  # who holds images now: one may have joined since last round
+                    asked = sorted(k for k, size in self.transport.sizes.items() if size > 0)
                 if not asked:
                     continue
                 sent = stage.broadcast(state, round, asked)
@@ -239,40 +235,30 @@ class Federation:
             after_round(round, state)
         return state
 
-    def _everyone(self) -> list[int]:
-        """All clients that hold images now: one may have joined since the last round."""
-        return sorted(k for k, size in self.transport.sizes.items() if size > 0)
-
     def _replies(
-        self, stage: Stage, state: Record, round: int, sent: Mapping[int, Record], tally: Tally
-    ) -> Iterator[Reply]:
+        self, stage: Stage, state: Record, round: int, sent: Messages, tally: Tally
+    ) -> Replies:
         """Good replies, largest clients first; drop-outs and failures only leave a note.
 
         So clients of like size come together, which a transport can train faster. The order is the
         same for every transport, so that sums over replies have the same bits.
         """
         expected, asked = self._expected(stage, state), self._asked(round, sent, tally)
-        waiting = set(asked)
-        for answer in self.transport.exchange(stage, round, asked):
+        for answer in answers(self.transport, stage, round, asked):
             if isinstance(answer, Reply):
-                asks = answer.client in waiting
-                reason = self._doubt(stage, answer, expected) if asks else _UNASKED
-                waiting.discard(answer.client)
+                reason = self._doubt(stage, answer, expected)
                 if reason is None:
                     tally.count(answer, self.epochs if stage.train else 0)
                     yield answer
                     continue
                 answer = Failure(answer.client, stage.name, round, reason)
-            waiting.discard(answer.client)
             tally.failures.append(self._named(answer))
-        silent = [Failure(k, stage.name, round, "it did not answer") for k in sorted(waiting)]
-        tally.failures += map(self._named, silent)
 
     def _named(self, failure: Failure) -> Failure:
         known = 0 <= failure.client < len(self.names)
         return replace(failure, name=self.names[failure.client]) if known else failure
 
-    def _asked(self, round: int, sent: Mapping[int, Record], tally: Tally) -> dict[int, Record]:
+    def _asked(self, round: int, sent: Messages, tally: Tally) -> dict[int, Record]:
         """The messages that arrive, largest clients first; the others drop out."""
         rate = self.settings.drop_rate
         lost = {k for k in sent if drops_out(rate, self.seed, round, k)}
@@ -282,8 +268,8 @@ class Federation:
         return {k: sent[k] for k in order if k not in lost}
 
     def _sum(
-        self, stage: Stage, state: Record, round: int, sent: Mapping[int, Record], tally: Tally
-    ) -> Iterator[Reply]:
+        self, stage: Stage, state: Record, round: int, sent: Messages, tally: Tally
+    ) -> Replies:
         """One reply for the whole cohort: the mean model, and sums; nothing of single clients.
 
         A sum over too few clients says too much of each: it is thrown away.
@@ -302,7 +288,7 @@ class Federation:
             return
         numbers = {name: float(t) for name, t in total.record.get(NUMBERS).items()}
         if stage.train:
-            tally.count_sum(total.clients, numbers, self.epochs)
+            tally.add(total.clients, numbers, self.epochs)
         examples = int(numbers.get("examples", 0))
         if self.noise is None:
             record = Record(pooled(total.record, state))
@@ -382,15 +368,12 @@ def problem(record: Record, expected: Forms, finite: bool | None = None) -> str 
     return None
 
 
-def _misformed(group: str, tensors: Mapping[str, Tensor], forms: Mapping[str, Form]) -> str | None:
+def _misformed(group: str, tensors: Group, forms: Mapping[str, Form]) -> str | None:
     """The first tensor of a group that is missing, or of another shape or type than expected."""
     if tensors.keys() != forms.keys():
         odd = sorted(tensors.keys() ^ forms.keys())
         return f"group {group!r} has missing or unexpected tensors: {', '.join(odd[:3])}"
-    if isinstance(tensors, Packed):
-        found = {n: (shape, tensors.row.dtype) for n, shape in tensors.layout.shapes}
-    else:
-        found = {n: (tuple(t.shape), t.dtype) for n, t in tensors.items()}
+    found = shapes_of(tensors)
     for name, form in forms.items():
         shape, dtype = found[name]
         if shape != form.shape:
@@ -426,7 +409,7 @@ def _out_of_range(record: Record, expected: Forms, finite: bool | None) -> str |
     return None
 
 
-def _unusable(tensors: Mapping[str, Tensor]) -> str:
+def _unusable(tensors: Group) -> str:
     """Which of the tensors no model can be made with."""
     name = next(n for n, t in tensors.items() if not bool((t.abs() <= LARGEST).all()))
     if not bool(tensors[name].isfinite().all()):

@@ -27,7 +27,7 @@ arXiv 2602.01186).
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Iterator, Mapping, Sequence
+from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
 
 import torch
@@ -38,11 +38,11 @@ from fedharmony.engine.federation import FederationSettings
 from fedharmony.engine.head_trust import trusted
 from fedharmony.errors import ConfigError
 from fedharmony.losses import Batch
-from fedharmony.methods.base import Method, Outcome, Stage, Sweep
+from fedharmony.methods.base import Method, Outcome, Stage, Sweep, zeros
 from fedharmony.models.base import Head
 from fedharmony.rng import numpy_rng
 from fedharmony.terminal import warn_once
-from fedharmony.types import PARAMS, Form, Record, Reply, Tensors
+from fedharmony.types import PARAMS, Form, Group, Messages, Record, Replies, Tensors
 
 SUMS = "head_sums"  # reply: A_k (upper triangle) and B_k
 #: Bytes that a client may send at most where each label has a matrix of its own.
@@ -66,13 +66,7 @@ def opening(method: Method, head: Head, settings: FederationSettings) -> list[St
 
 @dataclass(frozen=True)
 class HeadStart:
-    """The stage that solves the head of a method.
-
-    Attributes:
-        method: whose backbone is looked through, and whose head is solved.
-        ridge: ρ, in units of the mean variance of a feature.
-        clients: who is asked: "all", the first "cohort", or so many, drawn.
-    """
+    """The stage that solves the head of a method, by the settings ``federation.head_…``."""
 
     method: Method
     ridge: float
@@ -105,16 +99,10 @@ class HeadStart:
 
     def stage(self) -> Stage:
         """The exchange; it comes before the first training."""
-        return Stage(
-            "head",
-            self.broadcast,
-            self.aggregate,
-            train=False,
-            sweep=self.sums(),
-            everyone=self.clients != "cohort",
-        )
+        everyone = self.clients != "cohort"
+        return Stage("head", self.broadcast, self.aggregate, False, self.sums(), everyone)
 
-    def broadcast(self, state: Record, round: int, clients: Sequence[int]) -> Mapping[int, Record]:
+    def broadcast(self, state: Record, round: int, clients: Sequence[int]) -> Messages:
         """What the method sends before training, to those who are asked."""
         if isinstance(self.clients, int) and self.clients < len(clients):
             rng = numpy_rng(self.method.task.seed, "head start")
@@ -129,9 +117,7 @@ class HeadStart:
             "cross": Form((classes, size), torch.float64),
         }
 
-        def start(params: Mapping[str, Tensor]) -> Tensors:
-            shapes = {"gram": (matrices, size, size), "cross": (classes, size)}
-            return {n: torch.zeros(shape, dtype=torch.float64) for n, shape in shapes.items()}
+        start = zeros(gram=(matrices, size, size), cross=(classes, size))
 
         def fold(carry: Tensors, features: Tensor, batch: Batch) -> Tensors:
             f = features.double()
@@ -144,20 +130,18 @@ class HeadStart:
                 "cross": carry["cross"] + (batch.labels * known).mT @ f,
             }
 
-        def finish(carry: Tensors, params: Mapping[str, Tensor]) -> Tensors:
+        def finish(carry: Tensors, params: Group) -> Tensors:
             return {**carry, "gram": pack_upper(carry["gram"])}
 
         return Sweep(SUMS, "features", start, fold, finish, lambda params: forms)
 
-    def aggregate(
-        self, state: Record, round: int, sent: Mapping[int, Record], replies: Iterator[Reply]
-    ) -> Outcome:
+    def aggregate(self, state: Record, round: int, sent: Messages, replies: Replies) -> Outcome:
         """Add the sums up, one client at a time, and put the solved head into the model.
 
         Where clients may lie (``federation.robust``), only sums that are believed.
         """
         total: Tensors = {}
-        all_sums: Iterable[Mapping[str, Tensor]] = (reply.record.get(SUMS) for reply in replies)
+        all_sums: Iterable[Group] = (reply.record.get(SUMS) for reply in replies)
         if self.method.task.robust.rule != "none":
             heard = list(replies)
             own = [reply.record.get(SUMS) for reply in heard]

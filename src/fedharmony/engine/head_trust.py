@@ -16,13 +16,15 @@ alike. All sums are held until the last reply.
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+import functools
+from collections.abc import Sequence
 
 import torch
 from torch import Tensor
 
 from fedharmony.correlation import unpack_upper
 from fedharmony.robust import median
+from fedharmony.types import Group
 
 #: Left out is whose error per image and label is above this many medians.
 TOO_MUCH = 2.0
@@ -30,15 +32,10 @@ TOO_MUCH = 2.0
 FITS = 10
 
 
-def trusted(
-    sums: Sequence[Mapping[str, Tensor]], images: Sequence[int], ridge: float
-) -> list[Mapping[str, Tensor]]:
-    """The sums that are believed.
+def trusted(sums: Sequence[Group], images: Sequence[int], ridge: float) -> list[Group]:
+    """The sums that are believed, of clients that have announced so many images.
 
-    Args:
-        sums: A_k (``gram``: upper triangles, one or one per label) and B_k (``cross``: (C, D + 1)).
-        images: as announced by each client.
-        ridge: ρ, in units of the mean square of a feature.
+    ρ is in units of the mean square of a feature.
     """
     possible = [own for own, n in zip(sums, images, strict=True) if _can_be_true(own, n)]
     kept = possible
@@ -54,20 +51,21 @@ def trusted(
     return kept
 
 
-def _gram(sums: Mapping[str, Tensor]) -> Tensor:
+def _gram(sums: Group) -> Tensor:
     """A_k as matrices, (1 or C, D + 1, D + 1)."""
     return unpack_upper(sums["gram"], sums["cross"].shape[-1])
 
 
-def _can_be_true(sums: Mapping[str, Tensor], images: int) -> bool:
+def _can_be_true(sums: Group, images: int) -> bool:
     """Whether no more images, and of no label more than these, stand behind the sums."""
     counted, positive = sums["gram"][:, -1], sums["cross"][:, -1]  # the constant's last entries
     return bool((counted <= images + 0.5).all() and (positive <= counted + 0.5).all())
 
 
-def _fit(sums: Sequence[Mapping[str, Tensor]], ridge: float) -> Tensor:
+def _fit(sums: Sequence[Group], ridge: float) -> Tensor:
     """Least squares on labels 0 and 1, (C, D + 1)."""
-    gram, cross = (sum(parts[1:], parts[0]) for parts in _columns(sums))
+    gram = functools.reduce(torch.add, map(_gram, sums))
+    cross = functools.reduce(torch.add, [own["cross"] for own in sums])
     size = gram.shape[-1]
     shift = ridge * gram.diagonal(dim1=-2, dim2=-1).mean(-1).clamp(min=1e-12)
     penalised = gram + shift[:, None, None] * torch.eye(size).to(gram)
@@ -75,11 +73,7 @@ def _fit(sums: Sequence[Mapping[str, Tensor]], ridge: float) -> Tensor:
     return fitted
 
 
-def _columns(sums: Sequence[Mapping[str, Tensor]]) -> tuple[list[Tensor], list[Tensor]]:
-    return [_gram(own) for own in sums], [own["cross"] for own in sums]
-
-
-def _error(sums: Mapping[str, Tensor], head: Tensor) -> float:
+def _error(sums: Group, head: Tensor) -> float:
     """Mean square of ``y − vᵀf̃`` over a client's images and (known) labels."""
     gram, cross = _gram(sums), sums["cross"]
     squares = (head.unsqueeze(-2) @ gram @ head.unsqueeze(-1)).flatten()

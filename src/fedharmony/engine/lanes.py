@@ -7,7 +7,7 @@ the optimiser passes fastest; what it gives back is one row per client.
 from __future__ import annotations
 
 import math
-from collections.abc import Mapping, Sequence
+from collections.abc import Sequence
 from types import MappingProxyType
 from typing import NamedTuple
 
@@ -22,7 +22,7 @@ from fedharmony.engine.optimise import (
     sgd_step,
     step_factors,
 )
-from fedharmony.types import LARGEST, Layout, Packed, Tensors
+from fedharmony.types import LARGEST, Group, Layout, Packed, Tensors
 
 #: A parameter with so many numbers has memory of its own, over which the optimiser passes alone.
 APART = 1 << 13
@@ -31,23 +31,20 @@ ROW = 1 << 10
 
 
 class Trained(NamedTuple):
-    """What became of a stack of clients.
+    """What became of a stack of clients: parameters and buffers (M, ...), losses and finite (M,).
 
     Attributes:
-        params: (M, ...) each.
-        each: the same of each client.
-        losses: (M,) summed over steps.
-        finite: (M,) whether all values of a client are finite.
+        each: the parameters of each client.
+        losses: summed over steps.
         rows: rows computed in all, padding included.
-        buffers: what else training changed, (M, ...) each.
     """
 
     params: Tensors
-    each: Sequence[Mapping[str, Tensor]]
+    each: Sequence[Group]
     losses: Tensor
     finite: Tensor
     rows: int = 0
-    buffers: Mapping[str, Tensor] = MappingProxyType({})
+    buffers: Group = MappingProxyType({})
 
 
 def all_finite(values: Tensor) -> Tensor:
@@ -72,20 +69,13 @@ class Lanes:
     other large parameter is a block, too. The rest lie side by side in one block (size, length) and
     are updated together.
 
-    Args:
-        received: shapes and types of the parameters, (M, ...) each.
-        size: clients there is room for.
-        half: names of the parameters that the model reads in bfloat16.
-        compile: whether the optimiser's pass is compiled, by ``backend``.
-
-    Attributes:
-        params: (size, ...) each, in full precision.
-        losses: (size,) summed over steps.
+    There is room for ``size`` clients, with parameters like those ``received``, (M, ...) each; the
+    model reads those that ``half`` names in bfloat16.
     """
 
     def __init__(
         self,
-        received: Mapping[str, Tensor],
+        received: Group,
         size: int,
         settings: TrainSettings,
         half: frozenset[str] = frozenset(),
@@ -102,6 +92,8 @@ class Lanes:
         self._blocks = [_Block(p, size, some, kept, copied=n in half) for n, p in parts.items()]
         self._blocks += [_Block(rest, size, some, kept)] if rest.shapes else []
         self.params = {n: t for b in self._blocks for n, t in b.layout.views(b.values).items()}
+        copies = [b.layout.views(b.copy) for b in self._blocks if b.copy is not None]
+        self._copies = {n: t for views in copies for n, t in views.items()}
         self.losses = torch.zeros(size, device=some.device)
         self._clock = torch.zeros((), device=some.device, dtype=torch.float64)
         #: The round's learning rate as a share of the settings'; read by every step.
@@ -110,7 +102,7 @@ class Lanes:
         self._update = CompiledRows(step, backend) if compile else step
         self._saved: list[tuple[int, int, Tensor, Tensor]] = []
 
-    def load(self, received: Mapping[str, Tensor]) -> None:
+    def load(self, received: Group) -> None:
         """Clients start from what they received, (M, ...) each."""
         for name, tensor in received.items():
             self.params[name][: len(tensor)].copy_(tensor)
@@ -138,13 +130,10 @@ class Lanes:
 
         Half-precision copies where there are some, else the parameters.
         """
-        found: Tensors = {}
-        for block in self._blocks:
-            read = block.values if block.copy is None else block.copy
-            found |= block.layout.views(read[:width])
-        return {n: found[n].detach().requires_grad_() for n in self.params}
+        read = {**self.params, **self._copies}
+        return {n: t[:width].detach().requires_grad_() for n, t in read.items()}
 
-    def step(self, gradients: Mapping[str, Tensor], width: int) -> None:
+    def step(self, gradients: Group, width: int) -> None:
         """The optimiser's step of the first ``width`` clients; what has no gradient stays.
 
         One pass over each parameter with memory of its own, one over all the rest.
@@ -168,16 +157,13 @@ class Lanes:
             copy = None if copy is None else copy.reshape(-1, row)
         self._update(memory[0], gradient, memory[1:], copy, factors, self._settings)
 
-    def shift(self, moves: Mapping[str, Tensor], scale: float, width: int) -> None:
+    def shift(self, moves: Group, scale: float, width: int) -> None:
         """``θ ← θ − rate · scale · move`` for the first ``width`` clients, past the optimiser."""
-        for block in self._blocks:
-            copies = {} if block.copy is None else block.layout.views(block.copy)
-            for name in block.layout.places:
-                if name in moves:
-                    move = moves[name] * self.rate.to(self.dtype)
-                    self.params[name][:width].sub_(move, alpha=scale)
-                    if name in copies:
-                        copies[name][:width].copy_(self.params[name][:width])
+        for name, move in moves.items():
+            place = self.params[name][:width]
+            place.sub_(move * self.rate.to(self.dtype), alpha=scale)
+            if name in self._copies:
+                self._copies[name][:width].copy_(place)
 
     def _rows(self, first: int, last: int) -> Tensor:
         """Clients ``first`` … ``last − 1`` as rows, copied."""

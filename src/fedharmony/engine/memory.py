@@ -13,16 +13,14 @@ from __future__ import annotations
 
 import hashlib
 from collections import OrderedDict
-from collections.abc import Callable, Mapping
+from collections.abc import Callable
 from contextlib import suppress
 from pathlib import Path
-
-from torch import Tensor
 
 from fedharmony.engine.checkpoint import load_record, named_digest, save_record
 from fedharmony.errors import CheckpointError
 from fedharmony.files import remove_leftovers
-from fedharmony.types import Record, Tensors
+from fedharmony.types import Group, Record, Tensors
 
 GROUP = "memory"
 #: Seals are numbers below this.
@@ -62,7 +60,7 @@ class ClientMemory:
         """Bytes of tensors held in memory now."""
         return self._bytes
 
-    def write(self, client: int, round: int, tensors: Mapping[str, Tensor]) -> None:
+    def write(self, client: int, round: int, tensors: Group) -> None:
         """Keep ``tensors`` as the client's version of ``round``."""
         # Copies: a view would keep alive, unseen by the limit, the stack of clients it looks into.
         kept = {name: t.detach().to("cpu", copy=True) for name, t in tensors.items()}
@@ -149,13 +147,13 @@ class ClientMemory:
         """Hold as the most recently used; without a folder there is nowhere else to keep it."""
         self._release(key)
         self._held[key] = tensors
-        self._bytes += _size(tensors)
+        self._bytes += Record({GROUP: tensors}).nbytes
         while self._folder is not None and self._bytes > self._limit and self._held:
             self._release(next(iter(self._held)))
 
     def _release(self, key: tuple[int, int]) -> None:
         if key in self._held:
-            self._bytes -= _size(self._held.pop(key))
+            self._bytes -= Record({GROUP: self._held.pop(key)}).nbytes
 
     def _drop(self, client: int, round: int) -> None:
         self._rounds[client].remove(round)
@@ -163,7 +161,3 @@ class ClientMemory:
         self._digests.pop((client, round), None)
         if self._folder is not None:
             self._file(client, round).unlink(missing_ok=True)
-
-
-def _size(tensors: Mapping[str, Tensor]) -> int:
-    return sum(t.numel() * t.element_size() for t in tensors.values())

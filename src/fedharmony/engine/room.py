@@ -10,10 +10,10 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 
 import torch
-from torch import Tensor
 
 from fedharmony.engine.compute_mode import ComputeMode, rounded_up
 from fedharmony.models.base import Model
+from fedharmony.types import Group
 
 log = logging.getLogger(__name__)
 
@@ -96,18 +96,12 @@ class StackRule:
 class RoomTest:
     """Finds out, before the first round, how many clients the device holds at once.
 
-    Attributes:
-        model: what is trained, not compiled.
-        params: its parameters, frozen ones included, of one client.
-        mode: how to compute.
-        device: where.
-        batch_size: rows of a full batch.
-        image: shape of an input.
-        share: part of the GPU's memory that the run may plan with.
+    The model is not compiled yet; ``params`` are of one client, frozen ones included. The run may
+    plan with a ``share`` of the GPU's memory.
     """
 
     model: Model
-    params: Mapping[str, Tensor]
+    params: Group
     mode: ComputeMode
     device: torch.device
     batch_size: int

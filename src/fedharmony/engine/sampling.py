@@ -56,7 +56,7 @@ class Cohorts(Sequence[list[int]]):
 
 @dataclass(frozen=True)
 class Schedule(Cohorts):
-    """The cohorts of all rounds, each sorted and drawn when it is asked for.
+    """The cohorts of all rounds, each sorted, drawn without replacement when it is asked for.
 
     A round has a generator of its own: when its cohort is drawn, and which others were, changes no
     bit of it. ``size`` draws one client after the other with probability ∝ n_k among those left. A
@@ -66,13 +66,6 @@ class Schedule(Cohorts):
 
     >>> list(Schedule({0: 5, 1: 0, 2: 5}, rounds=2, cohort=2, sampling="uniform", seed=0))
     [[0, 2], [0, 2]]
-
-    Attributes:
-        sizes: number of images of each client, by its id.
-        rounds: how many there are.
-        cohort: clients per round, drawn without replacement; expected number for ``poisson``.
-        sampling: with equal chance, by size, or each by itself.
-        seed: of the run.
     """
 
     sizes: Mapping[int, int]

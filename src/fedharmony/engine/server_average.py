@@ -13,13 +13,10 @@ last few rounds, the rule "adaptive" keeps ``e = LARGEST_SHARE · min(1, max(0, 
 
 from __future__ import annotations
 
-from collections.abc import Mapping
 from dataclasses import dataclass
 
-from torch import Tensor
-
 from fedharmony.aggregate import RunningMean
-from fedharmony.types import BUFFERS, PARAMS, Record, Tensors
+from fedharmony.types import BUFFERS, PARAMS, Group, Record, Tensors
 
 MODEL = (PARAMS, BUFFERS)
 AVERAGE = "average_"  # state: s, by group
@@ -36,13 +33,7 @@ FADES = 0.5
 
 @dataclass(frozen=True)
 class ServerAverage:
-    """How global models are averaged.
-
-    Attributes:
-        rule: the largest e of ``s ← e s + (1 − e) θ``, where e = t/(t + 3) before it is reached in
-            round t = 0, 1, …; 0 averages nothing. ``"adaptive"``: e as the steps of the model say.
-            ``"last:K"``: the plain mean of the last K global models.
-    """
+    """How global models are averaged: ``federation.server_average`` is the rule."""
 
     rule: float | str = 0.0
 
@@ -66,7 +57,7 @@ class ServerAverage:
             return state.replace({AVERAGE + g: state.get(g) for g in MODEL})
         return state.replace({AVERAGE + g: self._mean(state, g, keep) for g in MODEL})
 
-    def _mean(self, state: Record, group: str, keep: float) -> Mapping[str, Tensor]:
+    def _mean(self, state: Record, group: str, keep: float) -> Group:
         """``e s + (1 − e) θ`` of one group, in float64; whole numbers are the last ones."""
         mean = RunningMean()
         mean.add(state.get(group), 1 - keep)
@@ -112,5 +103,5 @@ def share_kept(along: float, length: float) -> float:
     return LARGEST_SHARE * min(1.0, max(0.0, 1 - along / length / TRAVELS))
 
 
-def _dot(a: Mapping[str, Tensor], b: Mapping[str, Tensor]) -> float:
+def _dot(a: Group, b: Group) -> float:
     return sum(float((a[name].double() * b[name].double()).sum()) for name in a)

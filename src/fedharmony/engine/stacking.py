@@ -2,14 +2,16 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterable, Sequence
 from copy import copy
-from typing import Any
+from typing import Any, TypeVar
 
 import torch
 from torch import Tensor
 
-from fedharmony.types import BUFFERS, PARAMS, Packed, Record, Tensors
+from fedharmony.types import BUFFERS, PARAMS, Group, Packed, Record, Tensors
+
+T = TypeVar("T")
 
 
 def over_clients(function: Callable[..., Any], dims: tuple[Any, ...]) -> Callable[..., Any]:
@@ -17,41 +19,15 @@ def over_clients(function: Callable[..., Any], dims: tuple[Any, ...]) -> Callabl
     return function if getattr(function, "stacked", False) else torch.vmap(function, in_dims=dims)
 
 
-def narrow(tensors: Mapping[str, Tensor], width: int) -> Tensors:
+def narrow(tensors: Group, width: int) -> Tensors:
     """The first ``width`` clients of stacked tensors, as views."""
     return {name: tensor[:width] for name, tensor in tensors.items()}
 
 
-def expand(tensors: Mapping[str, Tensor], width: int) -> Tensors:
-    """Tensors that all clients share, with a client axis and without a copy."""
-    return {name: t.unsqueeze(0).expand(width, *t.shape) for name, t in tensors.items()}
-
-
-def constants(frozen: Mapping[str, Tensor], width: int, dtype: torch.dtype) -> Tensors:
+def constants(frozen: Group, width: int, dtype: torch.dtype) -> Tensors:
     """The frozen tensors of a model for a stack of clients, without a copy for each."""
     cast = {n: t.to(dtype) if t.is_floating_point() else t for n, t in frozen.items()}
-    return expand(cast, width)
-
-
-class OneClient(Mapping[str, Tensor]):
-    """The tensors of one client of a stack, taken out of it when they are asked for.
-
-    >>> client = OneClient({"w": torch.tensor([[1.0], [2.0]])}, 1)
-    >>> list(client), len(client), client["w"].tolist()
-    (['w'], 1, [2.0])
-    """
-
-    def __init__(self, tensors: Mapping[str, Tensor], client: int) -> None:
-        self._tensors, self._client = tensors, client
-
-    def __getitem__(self, name: str) -> Tensor:
-        return self._tensors[name][self._client]
-
-    def __iter__(self) -> Iterator[str]:
-        return iter(self._tensors)
-
-    def __len__(self) -> int:
-        return len(self._tensors)
+    return {n: t.expand(width, *t.shape) for n, t in cast.items()}
 
 
 class StackedMessage:
@@ -71,30 +47,31 @@ class StackedMessage:
         self._packed: dict[str, Packed] = {}
         for group, members in messages[0].groups.items():
             others = [message.groups[group] for message in messages]
-            if all(other is members for other in others):
-                self._groups[group] = dict(members)
-                self._shared[group] = dict.fromkeys(members, True)
-                if isinstance(members, Packed):
-                    self._packed[group] = members
-                continue
-            self._groups[group], self._shared[group] = {}, {}
-            for name, tensor in members.items():
-                own = [other[name] for other in others]
-                shared = all(other is tensor for other in own)
-                self._groups[group][name] = tensor if shared else torch.stack(own)
-                self._shared[group][name] = shared
+            alike = all(other is members for other in others)
+            if alike and isinstance(members, Packed):
+                self._packed[group] = members
+            each = {n: [t] if alike else [o[n] for o in others] for n, t in members.items()}
+            one = {n: all(t is own[0] for t in own) for n, own in each.items()}
+            self._groups[group] = {n: t[0] if one[n] else torch.stack(t) for n, t in each.items()}
+            self._shared[group] = one
         self._own = [group for group in self._groups if group not in (PARAMS, BUFFERS)]
-        self.dims = {
-            group: {name: None if one else 0 for name, one in self._shared[group].items()}
-            for group in self._own
+        self.dims = self._each(lambda t, shared: None if shared else 0, self._own)
+
+    def _each(
+        self, function: Callable[[Tensor, bool], T], groups: Iterable[str]
+    ) -> dict[str, dict[str, T]]:
+        """A function of every tensor of some groups, and of whether all clients share it."""
+        return {
+            group: {n: function(t, self._shared[group][n]) for n, t in self._groups[group].items()}
+            for group in groups
+            if group in self._groups
         }
 
     def stacked(self, group: str) -> Tensors:
         """A group's tensors with their client axis (shared ones are expanded, not copied)."""
-        return {
-            name: t.unsqueeze(0).expand(self._size, *t.shape) if self._shared[group][name] else t
-            for name, t in self._groups.get(group, {}).items()
-        }
+        size = self._size
+        found = self._each(lambda t, one: t.expand(size, *t.shape) if one else t, [group])
+        return found.get(group, {})
 
     def packed(self, group: str) -> Packed | None:
         """The group as one row, if all clients got the same one."""
@@ -102,34 +79,21 @@ class StackedMessage:
 
     def first(self, width: int) -> dict[str, Tensors]:
         """The own groups of the first ``width`` clients."""
-        return {
-            group: {
-                name: t if self._shared[group][name] else t[:width]
-                for name, t in self._groups[group].items()
-            }
-            for group in self._own
-        }
+        return self._each(lambda t, one: t if one else t[:width], self._own)
 
     @property
     def signature(self) -> object:
         """Two messages with the same signature have the same shapes, but for the client axis."""
-        return frozenset(
-            (group, name, one, t.shape if one else t.shape[1:], t.dtype)
-            for group, members in self._groups.items()
-            for (name, t), one in zip(members.items(), self._shared[group].values(), strict=True)
-        )
+        kinds = self._each(lambda t, one: (one, t.shape[0 if one else 1 :], t.dtype), self._groups)
+        return frozenset((g, n, kind) for g, own in kinds.items() for n, kind in own.items())
 
     def placed(self, size: int) -> StackedMessage:
         """A copy with room for ``size`` clients, at addresses that :meth:`fill` keeps."""
         made = copy(self)
         made._size, made._packed = size, {}
-        made._groups = {
-            group: {
-                name: t.clone() if self._shared[group][name] else t.new_zeros(size, *t.shape[1:])
-                for name, t in members.items()
-            }
-            for group, members in self._groups.items()
-        }
+        made._groups = self._each(
+            lambda t, one: t.clone() if one else t.new_zeros(size, *t.shape[1:]), self._groups
+        )
         return made
 
     def fill(self, other: StackedMessage, model: bool = True) -> None:

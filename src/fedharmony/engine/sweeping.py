@@ -10,13 +10,13 @@ from torch import Tensor
 from fedharmony.engine.batches import Plan, plan_batches
 from fedharmony.engine.clients import ClientData
 from fedharmony.engine.compute_mode import ComputeMode
-from fedharmony.engine.stacking import OneClient, StackedMessage, constants, narrow
+from fedharmony.engine.stacking import StackedMessage, constants, narrow
 from fedharmony.engine.training import Show
 from fedharmony.losses import Batch
 from fedharmony.methods.base import Sweep
 from fedharmony.models.base import Model, stack
 from fedharmony.rng import torch_rng
-from fedharmony.types import Record, Tensors
+from fedharmony.types import Group, Messages, Tensors
 
 #: What the per-image gradients of one step of a sweep may occupy, in bytes.
 GRADIENT_BYTES = {"cpu": 1 << 28, "cuda": 1 << 33}
@@ -30,7 +30,7 @@ class Sweeper:
         model: Model,
         data: ClientData,
         mode: ComputeMode,
-        frozen: Mapping[str, Tensor],
+        frozen: Group,
         show: Show,
         batch: int,
     ) -> None:
@@ -49,9 +49,9 @@ class Sweeper:
         sweep: Sweep,
         round: int,
         clients: Sequence[int],
-        messages: Mapping[int, Record],
+        messages: Messages,
         tensors: Tensors,
-        buffers: Mapping[str, Tensor],
+        buffers: Group,
     ) -> Tensors:
         """One pass over each client's data in stored order, with its own parameters and buffers."""
         message = StackedMessage([messages[k] for k in clients])
@@ -61,18 +61,15 @@ class Sweeper:
         index = self.data.upload(plan.index)
         read = tensors if sweep.reads == "gradients" else self.mode.lowered(tensors)
         draws = self._draws(sweep, round, clients, plan)
-        carry = stack([sweep.start(OneClient(tensors, m)) for m in range(len(clients))])
-        carry = {name: tensor.to(self.data.device) for name, tensor in carry.items()}
+        carry = sweep.started(tensors, len(clients), self.data.device)
         fold = torch.vmap(sweep.fold)
         for first, last, width, _ in plan.segments():
             params, groups = narrow(read, width), message.first(width)
             kept = narrow(buffers, width)
             part = narrow(carry, width)
-            steps = (self._index(plan, index, step, width) for step in range(first, last))
-            looked: Iterator[tuple[Tensor, Tensor | None]] = ((shown, None) for shown in steps)
-            if sweep.reads != "labels":
-                looked = self.data.gathered(steps)
-            for step, (shown, pixels) in enumerate(looked, start=first):
+            exact, fetch = not self.mode.few_shapes, sweep.reads != "labels"
+            looks = self.data.looks(plan, index, range(first, last), width, exact, fetch)
+            for step, (shown, pixels) in enumerate(looks, start=first):
                 rows = slice(step * size, step * size + shown.shape[1])
                 batch = self.data.batch(shown, {})
                 batch = batch._replace(draws={n: t[:width, rows] for n, t in draws.items()})
@@ -161,9 +158,3 @@ class Sweeper:
                 }
             )
         return {name: tensor.to(self.data.device) for name, tensor in stack(drawn).items()}
-
-    def _index(self, plan: Plan, index: Tensor, step: int, width: int) -> Tensor:
-        """Image indices (width, B) of a step, without rows that all clients only pad."""
-        if self.mode.few_shapes:
-            return index[step, :width]
-        return index[step, :width, : plan.rows(step, width)]

@@ -10,7 +10,7 @@ result.
 from __future__ import annotations
 
 import functools
-from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -25,11 +25,11 @@ from fedharmony.engine.gpu.compiled import Compiled
 from fedharmony.engine.gpu.graphs import Program, Recorder, StepInput
 from fedharmony.engine.lanes import Lanes, Trained
 from fedharmony.engine.optimise import TrainSettings, clip_gradients
-from fedharmony.engine.stacking import OneClient, StackedMessage, constants, narrow, over_clients
+from fedharmony.engine.stacking import StackedMessage, constants, narrow, over_clients
 from fedharmony.losses import Batch
-from fedharmony.methods.base import Groups, Method, Sweep
+from fedharmony.methods.base import Method, Sweep
 from fedharmony.models.base import Model, stack
-from fedharmony.types import BUFFERS, PARAMS, Record, Tensors
+from fedharmony.types import BUFFERS, PARAMS, Group, Groups, Messages, Record, Tensors
 
 #: Called with (steps done, steps in all) during local training.
 Tick = Callable[[int, int], None]
@@ -42,32 +42,24 @@ class StackState:
     """What the steps of a stack read and write, beside its lanes.
 
     Attributes:
-        lanes: parameters and moments.
-        message: what the clients received.
-        carry: what their losses carry, (M, ...) each.
-        sums: what a sweep has folded of their last epoch, (M, ...) each.
-        weights: of labels and positives in the loss, (M, C) each.
-        buffers: what the model renews while it trains, (M, ...) each.
-        frozen: the frozen tensors.
+        held: (M, ...) each, by group: the ``carry`` of their losses; ``sums``, what a sweep has
+            folded of their last epoch; ``weights`` of labels and positives in the loss; ``buffers``
+            that the model renews while it trains.
         fixed: whether tensors must stay where they are.
         programs: recorded steps by width, rows, and whether a sweep is folded in.
     """
 
     lanes: Lanes
     message: StackedMessage
-    carry: Tensors
-    sums: Tensors
-    weights: Tensors
-    buffers: Tensors
     frozen: Tensors
+    held: dict[str, Tensors]
     fixed: bool = False
     programs: dict[tuple[int, int, bool], Program] = field(default_factory=dict)
 
     def keep(self, group: str, tensors: Tensors, width: int) -> None:
-        """Write the carry, or the sums, of the first ``width`` clients to their place."""
-        held: Tensors = getattr(self, group)
+        """Write a group of the first ``width`` clients to its place."""
         for name, tensor in tensors.items():
-            place = held[name][:width]
+            place = self.held[group][name][:width]
             if place.data_ptr() != tensor.data_ptr():
                 place.copy_(tensor)
 
@@ -82,7 +74,7 @@ class Trainer:
         settings: TrainSettings,
         data: ClientData,
         mode: ComputeMode,
-        frozen: Mapping[str, Tensor],
+        frozen: Group,
         changes: AugmentSettings,
         show: Show,
     ) -> None:
@@ -103,7 +95,7 @@ class Trainer:
         self,
         round: int,
         clients: Sequence[int],
-        messages: Mapping[int, Record],
+        messages: Messages,
         sweep: Sweep | None,
         tick: Tick,
     ) -> tuple[Trained, Plan, Tensors]:
@@ -112,15 +104,13 @@ class Trainer:
         orders = [data.epochs(round, k, settings.epochs) for k in clients]
         plan = plan_batches(orders, self.rows(clients[0]))
         wide, batch = mode.width(len(clients)), settings.batch_size
-        draws, changes = (
-            data.drawn(draw, purpose, round, clients, plan, wide, batch) if wanted else {}
-            for wanted, draw, purpose in (
-                (self.method.draws, self.method.draw, "draws"),
-                (self.changes.active, functools.partial(draw_changes, self.changes), "augment"),
-            )
-        )
+        drawn = functools.partial(data.drawn, round, clients, plan, wide, batch)
+        draws = drawn(self.method.draw, "draws") if self.method.draws else {}
+        change = functools.partial(draw_changes, self.changes)
+        changes = drawn(change, "augment") if self.changes.active else {}
         state = self._prepared(round, clients, [messages[k] for k in clients], sweep)
         lanes, lowest, rows = state.lanes, len(clients), 0
+        exact = self.model.backbone.mixes_images  # then padding would change results
         # Rounded up, a stack may end with clients that do not exist: they see padding only.
         index = data.upload(plan.widened(lanes.size))
         final = data.upload(plan.final_epoch(settings.epochs, lanes.size)) if sweep else None
@@ -130,25 +120,27 @@ class Trainer:
                 lanes.save(width, min(wide, lowest))
                 lowest = width
             step = self._program(state, wide, index.shape[2], sweep if folds else None)
-            indices = (self._index(plan, index, t, wide) for t in range(first, last))
-            for t, (shown, pixels) in enumerate(self._shown(indices), first):
+            looks = data.looks(plan, index, range(first, last), wide, exact, not data.resident)
+            for t, (shown, pixels) in enumerate(looks, first):
                 part = (t, slice(wide), slice(shown.shape[1]))
                 rows += shown.numel()
                 step(
                     StepInput(
                         shown,
                         pixels,
-                        {n: drawn[part] for n, drawn in draws.items()},
-                        {n: drawn[part] for n, drawn in changes.items()},
+                        {n: numbers[part] for n, numbers in draws.items()},
+                        {n: numbers[part] for n, numbers in changes.items()},
                         final[t, :wide] if folds and final is not None else None,
                     )
                 )
                 tick(t + 1, len(plan.index))
         trained = lanes.result(len(clients))
-        trained = trained._replace(rows=rows, buffers=narrow(state.buffers, len(clients)))
+        trained = trained._replace(rows=rows, buffers=narrow(state.held["buffers"], len(clients)))
         swept = {}
         if sweep is not None:
-            swept = torch.vmap(sweep.finish)(narrow(state.sums, len(clients)), trained.params)
+            swept = torch.vmap(sweep.finish)(
+                narrow(state.held["sums"], len(clients)), trained.params
+            )
         return trained, plan, swept
 
     def release(self) -> None:
@@ -158,17 +150,6 @@ class Trainer:
         self._states.clear()
         self._lanes = None
 
-    def _index(self, plan: Plan, index: Tensor, step: int, width: int) -> Tensor:
-        """Image indices (width, B) of a step; without padding where images affect each other."""
-        rows = plan.rows(step, width) if self.model.backbone.mixes_images else index.shape[2]
-        return index[step, :width, :rows]
-
-    def _shown(self, steps: Iterable[Tensor]) -> Iterator[tuple[Tensor, Tensor | None]]:
-        """The indices of each step, with their pixels unless the step fetches them itself."""
-        if self.data.resident:
-            return ((index, None) for index in steps)
-        return self.data.gathered(steps)
-
     # -- before the first step ---------------------------------------------------------------------
 
     def _prepared(
@@ -177,31 +158,23 @@ class Trainer:
         """What the steps read and write: lanes with the received model, and all the rest."""
         data, message = self.data, StackedMessage(messages)
         lanes = self._loaded_lanes(round, message, len(clients))
-        carry = self.method.carries([data.view(k, round) for k in clients], messages)
+        each = zip(clients, messages, strict=True)
+        carry = stack([self.method.carry(data.view(k, round), own) for k, own in each])
         weights = data.label_weights(self.method.task.loss, clients)
         buffers = {name: tensor.clone() for name, tensor in message.stacked(BUFFERS).items()}
         sums: Tensors = {}
         if sweep is not None:
-            params = message.stacked(PARAMS)
-            sums = stack([sweep.start(OneClient(params, m)) for m in range(len(clients))])
-            sums = {name: tensor.to(data.device) for name, tensor in sums.items()}
+            sums = sweep.started(message.stacked(PARAMS), len(clients), data.device)
         frozen = constants(self.frozen, lanes.size, lanes.dtype)
-        if not (self.mode.graphs or self.mode.fixed):
-            return StackState(lanes, message, carry, sums, weights, buffers, frozen)
         groups = {"carry": carry, "sums": sums, "weights": weights, "buffers": buffers}
+        if not (self.mode.graphs or self.mode.fixed):
+            return StackState(lanes, message, frozen, groups)
         key = (message.signature, *(_signature(tensors) for tensors in groups.values()))
         state = self._states.get(key)
         if state is None:
-            state = self._states[key] = StackState(
-                lanes,
-                message.placed(lanes.size),
-                _placed(carry, lanes.size),
-                _placed(sums, lanes.size),
-                _placed(weights, lanes.size),
-                _placed(buffers, lanes.size),
-                frozen,
-                fixed=True,
-            )
+            places = {name: _placed(tensors, lanes.size) for name, tensors in groups.items()}
+            state = StackState(lanes, message.placed(lanes.size), frozen, places, fixed=True)
+            self._states[key] = state
         state.message.fill(message, model=self.method.asks_received_model or self.method.pulls)
         for name, tensors in groups.items():
             state.keep(name, tensors, len(clients))
@@ -243,11 +216,11 @@ class Trainer:
     ) -> None:
         """One batch of each client: forward, backward, the method's pull, the optimiser."""
         method, data, dims = self.method, self.data, state.message.dims
-        dtype, groups, carry = state.lanes.dtype, state.message.first(width), state.carry
-        carry, frozen = narrow(carry, width), narrow(state.frozen, width)
-        received = narrow(state.message.stacked(PARAMS), width)
-        buffers = narrow(state.buffers, width)
-        batch = data.batch(given.images, narrow(state.weights, width))._replace(draws=given.draws)
+        dtype, groups = state.lanes.dtype, state.message.first(width)
+        frozen = narrow(state.frozen, width)
+        held = {group: narrow(tensors, width) for group, tensors in state.held.items()}
+        carry, received = held["carry"], narrow(state.message.stacked(PARAMS), width)
+        batch = data.batch(given.images, held["weights"])._replace(draws=given.draws)
         pixels = data.pixels(given.images) if given.pixels is None else given.pixels
         if self.changes.active:
             pixels = augment(self.changes, pixels, given.changes)
@@ -260,7 +233,7 @@ class Trainer:
                     theirs = {**received, **narrow(state.message.stacked(BUFFERS), width)}
                     opinion = self.model.apply({**theirs, **frozen}, images).to(dtype)
             batch = batch._replace(inputs=inputs(batch, groups, opinion))
-            own = {**leaves, **buffers, **frozen}
+            own = {**leaves, **held["buffers"], **frozen}
             outputs = self.in_training.apply(own, images, batch.inputs)
         outputs = outputs.to(dtype)
         if self._loss is not None:
@@ -273,7 +246,7 @@ class Trainer:
         with torch.no_grad():
             if sweep is not None and given.final is not None:
                 seen = batch.of_rows(given.final.unsqueeze(-1))
-                sums = torch.vmap(sweep.fold)(narrow(state.sums, width), outputs.detach(), seen)
+                sums = torch.vmap(sweep.fold)(held["sums"], outputs.detach(), seen)
                 state.keep("sums", sums, width)
             state.keep("carry", after, width)
             self._move(state, width, gradients, received, groups, after)

@@ -8,9 +8,9 @@ from functools import cached_property
 import torch
 from torch import Tensor
 
-from fedharmony.methods.base import Groups, Method
+from fedharmony.methods.base import Method
 from fedharmony.models.base import Model
-from fedharmony.types import BUFFERS, FROZEN, PARAMS, Record, Tensors
+from fedharmony.types import BUFFERS, FROZEN, PARAMS, Groups, Record, Tensors
 
 
 @dataclass(frozen=True, eq=False)

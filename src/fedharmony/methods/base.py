@@ -11,7 +11,6 @@ The hooks, in the order in which a round meets them::
     server  stages(round)                         usually one: "update"
             broadcast(state, round, clients)      one message per client (shared parts by reference)
     client  carry(view, message)                  what the loss carries from batch to batch
-            carries(views, messages)              the same of a stack at once, if that is faster
             draw(generator, images)               random numbers of one batch
             normalise(images, message, draws)     pixels or features as they are -> model input
             inputs(batch, message, received)      what the head reads beside the image
@@ -31,9 +30,9 @@ Only FedAvg's behaviour is built in; a method overrides what differs.
 from __future__ import annotations
 
 import functools
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
-from typing import Any, ClassVar, Literal, Protocol, TypeVar
+from typing import Any, ClassVar, Literal, TypeAlias, TypeVar
 
 import torch
 from torch import Tensor
@@ -41,16 +40,24 @@ from torch import Tensor
 from fedharmony.aggregate import ModelMean, weighted
 from fedharmony.config import Checked
 from fedharmony.losses import Batch, LossSettings, task_loss
-from fedharmony.models.base import Head, stack
+from fedharmony.models.base import Head, unstack
 from fedharmony.models.heads import LinearHead
 from fedharmony.registry import Registry
 from fedharmony.robust import Robust
-from fedharmony.types import BUFFERS, PARAMS, Form, Record, Reply, Tensors
+from fedharmony.types import (
+    BUFFERS,
+    PARAMS,
+    Form,
+    Group,
+    Groups,
+    Messages,
+    Record,
+    Replies,
+    Reply,
+    Tensors,
+)
 
 methods: Registry[type[Method]] = Registry("method", "fedharmony.methods")
-
-#: The groups of one client's message, as a method's client functions see them.
-Groups = Mapping[str, Mapping[str, Tensor]]
 
 
 @dataclass(frozen=True)
@@ -93,17 +100,14 @@ class Task:
 
 @dataclass(frozen=True)
 class ClientView:
-    """What a client knows when a round begins.
+    """What a client knows when a round begins: its number of images, positives, and memory.
 
-    Attributes:
-        examples: n_k, the number of its images.
-        counted: :attr:`positives`, or how to count them.
-        memory: what :meth:`Method.remember` kept when it last took part; empty the first time.
+    The memory is what :meth:`Method.remember` kept when it last took part; empty the first time.
     """
 
     examples: int
     counted: Tensor | Callable[[], Tensor]
-    memory: Mapping[str, Tensor] = field(default_factory=dict)
+    memory: Group = field(default_factory=dict)
 
     @property
     def positives(self) -> Tensor:
@@ -135,7 +139,8 @@ class Sweep:
             ``labels`` (B, C), which spares the forward pass; the backbone's ``features`` (B, D);
             the ``images`` as they are, uint8 (B, channels, H, W) or features (B, F); or
             ``gradients``: per parameter (B, ...), one gradient of ``objective`` for each image.
-        start: ``params -> carry``, the initial carry of a client with these parameters.
+        start: ``params -> carry``, the initial carry of every client of a stack, from the
+            parameters of its first one.
         fold: ``(carry, values, batch) -> carry``.
         finish: ``(carry, params) -> tensors``.
         forms: ``params -> forms``: what the result looks like (shape, type, range), so that a wrong
@@ -150,14 +155,24 @@ class Sweep:
 
     group: str
     reads: Reads
-    start: Callable[[Mapping[str, Tensor]], Tensors]
+    start: Callable[[Group], Tensors]
     fold: Callable[[Tensors, Any, Batch], Tensors]
-    finish: Callable[[Tensors, Mapping[str, Tensor]], Tensors]
-    forms: Callable[[Mapping[str, Tensor]], Mapping[str, Form]]
+    finish: Callable[[Tensors, Group], Tensors]
+    forms: Callable[[Group], Mapping[str, Form]]
     objective: Callable[[Tensor, Batch], Tensor] | None = None
     limit: int | None = None
     draw: Callable[[torch.Generator, int], Tensors] | None = None
     during_training: bool = False
+
+    def started(self, params: Group, clients: int, device: torch.device) -> Tensors:
+        """The initial carry of a stack of clients with parameters (M, ...), (M, ...) each."""
+        one = self.start(unstack(params, 0))
+        return {n: torch.stack([t.to(device)] * clients) for n, t in one.items()}
+
+
+def zeros(**shapes: tuple[int, ...]) -> Callable[[Group], Tensors]:
+    """The ``start`` of a sweep that adds up in float64."""
+    return lambda params: {n: torch.zeros(s, dtype=torch.float64) for n, s in shapes.items()}
 
 
 @dataclass(frozen=True)
@@ -169,20 +184,10 @@ class Outcome:
     log: Mapping[str, float] = field(default_factory=dict)
 
 
-class Broadcast(Protocol):
-    """Server before a stage: one message per client."""
-
-    def __call__(self, state: Record, round: int, clients: Sequence[int]) -> Mapping[int, Record]:
-        """Messages by client id, in client order."""
-
-
-class Aggregate(Protocol):
-    """Server after a stage: fold the replies, in client order, into a new state."""
-
-    def __call__(
-        self, state: Record, round: int, sent: Mapping[int, Record], replies: Iterator[Reply]
-    ) -> Outcome:
-        """``sent`` holds the messages this stage sent."""
+#: Server before a stage: ``(state, round, clients) -> messages``, in client order.
+Broadcast: TypeAlias = Callable[[Record, int, Sequence[int]], Messages]
+#: Server after a stage: ``(state, round, sent, replies) -> outcome``, replies in client order.
+Aggregate: TypeAlias = Callable[[Record, int, Messages, Replies], Outcome]
 
 
 @dataclass(frozen=True)
@@ -191,10 +196,7 @@ class Stage:
 
     Attributes:
         name: unique within a round; clients elsewhere find the stage by it, and logs show it.
-        broadcast: makes the messages.
-        aggregate: folds the replies.
         train: whether clients train before the sweep; if so they return their model.
-        sweep: the pass over local data, if the stage has one.
         everyone: ask all clients instead of the round's cohort.
     """
 
@@ -219,6 +221,22 @@ def stacked(function: Function) -> Function:
     """
     function.stacked = True  # type: ignore[attr-defined]
     return function
+
+
+def members(rounds: Mapping[int, int]) -> Tensors:
+    """Whose terms a sum holds, and of which round they are, as a group of the server's state."""
+    clients = sorted(rounds)
+    return {"client": torch.tensor(clients), "round": torch.tensor([rounds[k] for k in clients])}
+
+
+def rounds_of(members: Group) -> dict[int, int]:
+    """The round of each client's terms, from what :func:`members` gave; {} from nothing.
+
+    >>> rounds_of(members({7: 2, 3: 1}))
+    {3: 1, 7: 2}
+    """
+    clients, rounds = (members[n].tolist() if members else [] for n in ("client", "round"))
+    return dict(zip(clients, rounds, strict=True))
 
 
 def of_pixels(values: Tensor) -> Tensor:
@@ -315,15 +333,19 @@ class Method:
         """The exchanges of a round, in order; the same on every side that asks with a round."""
         return [Stage("update", self.broadcast, self.aggregate, sweep=self.sweep())]
 
-    def broadcast(self, state: Record, round: int, clients: Sequence[int]) -> Mapping[int, Record]:
+    def broadcast(self, state: Record, round: int, clients: Sequence[int]) -> Messages:
         """The same model for everybody, by reference."""
         message = Record({group: state.get(group) for group in (PARAMS, BUFFERS)})
         return dict.fromkeys(clients, message)
 
+    def ask(self, state: Record, round: int, clients: Sequence[int]) -> Messages:
+        """A message without a model, for stages whose sweep reads labels or images alone."""
+        return dict.fromkeys(clients, Record())
+
     # -- client -----------------------------------------------------------------------------------
 
     @stacked
-    def normalise(self, images: Tensor, message: Groups, draws: Mapping[str, Tensor]) -> Tensor:
+    def normalise(self, images: Tensor, message: Groups, draws: Group) -> Tensor:
         """Images (B, 3, H, W) uint8, or features (B, F), to the input the backbone expects.
 
         ``draws`` is empty outside of training.
@@ -337,10 +359,6 @@ class Method:
     def carry(self, view: ClientView, message: Record) -> Tensors:
         """What a client's loss carries from batch to batch, at the start of a round."""
         return {}
-
-    def carries(self, views: Sequence[ClientView], messages: Sequence[Record]) -> Tensors:
-        """The same of a stack of clients, (M, ...) each; there may be a faster way than each."""
-        return stack([self.carry(v, message) for v, message in zip(views, messages, strict=True)])
 
     def draw(self, generator: torch.Generator, images: int) -> Tensors:
         """The random numbers of one batch of one client, (images, ...) each, on the CPU.
@@ -366,13 +384,7 @@ class Method:
         return task_loss(self.task.loss, outputs, batch), carry
 
     @stacked
-    def pull(
-        self,
-        params: Mapping[str, Tensor],
-        start: Mapping[str, Tensor],
-        message: Groups,
-        carry: Tensors,
-    ) -> Tensors:
+    def pull(self, params: Group, start: Group, message: Groups, carry: Tensors) -> Tensors:
         """Gradient of a penalty on the parameters, by name; what is left out is not pulled.
 
         ``start`` is the received model. Given as a gradient because every penalty so far is
@@ -411,9 +423,7 @@ class Method:
         """What a method folds models into: a mean, or the rule of ``federation.robust``."""
         return self.task.robust.mean(state)
 
-    def aggregate(
-        self, state: Record, round: int, sent: Mapping[int, Record], replies: Iterator[Reply]
-    ) -> Outcome:
+    def aggregate(self, state: Record, round: int, sent: Messages, replies: Replies) -> Outcome:
         """``θ ← Σ_k p_k θ_k`` with ``p_k = n_k / Σ_j n_j`` over the clients that replied."""
         mean, weights = self.model_mean(state), {}
         for reply in replies:

@@ -22,7 +22,7 @@ when they do not. Deviation: the largest entries of I_j are cut (``clip_quantile
 from __future__ import annotations
 
 import math
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from typing import Annotated, Any, ClassVar, Literal
 
@@ -32,8 +32,17 @@ from torch import Tensor
 
 from fedharmony.errors import ConfigError
 from fedharmony.losses import Batch, LossSettings, entries
-from fedharmony.methods.base import ClientView, Groups, Method, Outcome, Sweep, methods, stacked
-from fedharmony.types import PARAMS, Form, Record, Reply, Tensors
+from fedharmony.methods.base import (
+    ClientView,
+    Method,
+    Outcome,
+    Sweep,
+    members,
+    methods,
+    rounds_of,
+    stacked,
+)
+from fedharmony.types import PARAMS, Form, Group, Groups, Messages, Record, Replies, Tensors
 
 FISHER = "fisher"  # reply: u_k, v_k; message: of which round the client's share in U, V is
 SUM_U, SUM_V = "fisher_u", "fisher_v"  # state and message: U, V
@@ -97,12 +106,12 @@ class FedCurv(Method):
 
     # -- client ------------------------------------------------------------------------------------
 
-    def broadcast(self, state: Record, round: int, clients: Sequence[int]) -> Mapping[int, Record]:
+    def broadcast(self, state: Record, round: int, clients: Sequence[int]) -> Messages:
         """θ, U and V for everybody; to each client, of which round its own share in them is."""
         messages = super().broadcast(state, round, clients)
         if MEMBERS not in state.groups:
             return messages
-        rounds = _rounds(state)
+        rounds = rounds_of(state.get(MEMBERS))
         sums = {group: state.get(group) for group in (SUM_U, SUM_V)}
         return {
             k: messages[k].replace({**sums, FISHER: {"round": torch.tensor(rounds.get(k, -1))}})
@@ -126,13 +135,7 @@ class FedCurv(Method):
         }
 
     @stacked
-    def pull(
-        self,
-        params: Mapping[str, Tensor],
-        start: Mapping[str, Tensor],
-        message: Groups,
-        carry: Tensors,
-    ) -> Tensors:
+    def pull(self, params: Group, start: Group, message: Groups, carry: Tensors) -> Tensors:
         """``2λ (U_{−k} ∘ θ − V_{−k})``."""
         if not carry:
             return {}
@@ -147,7 +150,7 @@ class FedCurv(Method):
         if config.weight == 0:
             return None
 
-        def start(params: Mapping[str, Tensor]) -> Tensors:
+        def start(params: Group) -> Tensors:
             return {"": torch.zeros(())} | {n: torch.zeros_like(t) for n, t in params.items()}
 
         def draw(generator: torch.Generator, images: int) -> Tensors:
@@ -163,7 +166,7 @@ class FedCurv(Method):
             squares = {n: carry[n] + g.square().sum(0) for n, g in gradients.items()}
             return {"": carry[""] + batch.rows.sum()} | squares
 
-        def finish(carry: Tensors, params: Mapping[str, Tensor]) -> Tensors:
+        def finish(carry: Tensors, params: Group) -> Tensors:
             fisher = {n: carry[n] / carry[""] for n in params}
             if config.clip_quantile < 1:
                 largest = _quantile(fisher, config.clip_quantile)
@@ -172,7 +175,7 @@ class FedCurv(Method):
             # From u as it is sent: a coordinate without u has no v either, and none is pulled.
             return u | self._pack({f"v.{n}": _read(u, f"u.{n}") * t for n, t in params.items()})
 
-        def forms(params: Mapping[str, Tensor]) -> Mapping[str, Form]:
+        def forms(params: Group) -> Mapping[str, Form]:
             found = {}
             for kind, low in (("u", 0.0), ("v", -math.inf)):  # u is a mean of squares
                 for name, t in params.items():
@@ -211,18 +214,16 @@ class FedCurv(Method):
 
     # -- server ------------------------------------------------------------------------------------
 
-    def aggregate(
-        self, state: Record, round: int, sent: Mapping[int, Record], replies: Iterator[Reply]
-    ) -> Outcome:
+    def aggregate(self, state: Record, round: int, sent: Messages, replies: Replies) -> Outcome:
         """FedAvg's mean; U and V are plain sums over the last cohort, or over all ever seen."""
         if self.config.weight == 0:
             return super().aggregate(state, round, sent, replies)
         remembers = self.config.policy == "memory"
         rounds: dict[int, int] = {}
-        seen: dict[str, Mapping[str, Tensor]] = {}
+        seen: dict[str, Group] = {}
         sums: Tensors = {}
 
-        def noted() -> Iterator[Reply]:
+        def noted() -> Replies:
             for reply in replies:
                 rounds[reply.client], fisher = round, reply.record.get(FISHER)
                 if remembers:
@@ -236,32 +237,20 @@ class FedCurv(Method):
         if not rounds:
             return outcome
         if remembers:
-            rounds = {**_rounds(state), **rounds}
+            rounds = {**rounds_of(state.get(MEMBERS)), **rounds}
             names = [f"{SEEN}{client}" for client in sorted(rounds)]
             seen = {name: seen.get(name) or state.get(name) for name in names}
             for fisher in seen.values():
                 _add(sums, fisher)
         params = state.get(PARAMS)
         U, V = ({n: sums[f"{kind}.{n}"].to(t.dtype) for n, t in params.items()} for kind in "uv")
-        members = {
-            "client": torch.tensor(sorted(rounds)),
-            "round": torch.tensor([rounds[k] for k in sorted(rounds)]),
-        }
         total = sum(t.sum(dtype=torch.float64) for t in U.values())
         mean = float(total) / sum(t.numel() for t in U.values())
         return Outcome(
-            outcome.state.replace({**seen, SUM_U: U, SUM_V: V, MEMBERS: members}),
+            outcome.state.replace({**seen, SUM_U: U, SUM_V: V, MEMBERS: members(rounds)}),
             outcome.weights,
             {**outcome.log, "pull_strength": self.config.weight * mean},
         )
-
-
-def _rounds(state: Record) -> dict[int, int]:
-    """Whose share is in U and V: the round of each client's."""
-    members = state.get(MEMBERS)
-    if not members:
-        return {}
-    return dict(zip(members["client"].tolist(), members["round"].tolist(), strict=True))
 
 
 def _quantile(tensors: Tensors, share: float) -> Tensor:
@@ -276,13 +265,13 @@ def _quantile(tensors: Tensors, share: float) -> Tensor:
     return values.topk(above + 1, sorted=False).values.amin()
 
 
-def _read(tensors: Mapping[str, Tensor], name: str) -> Tensor:
+def _read(tensors: Group, name: str) -> Tensor:
     """A tensor as it was before :meth:`FedCurv._pack`, up to rounding."""
     scale = tensors.get(f"scale.{name}")
     return tensors[name] if scale is None else tensors[name].to(scale.dtype) * scale
 
 
-def _add(sums: Tensors, fisher: Mapping[str, Tensor]) -> None:
+def _add(sums: Tensors, fisher: Group) -> None:
     """Add one client's u and v to float64 sums."""
     for name in fisher:
         if not name.startswith("scale."):

@@ -25,17 +25,15 @@ the models of one cohort are held, by reference, until the last reply; at α_t =
 Where the server sees sums only (``federation.server_sees``): :mod:`fedharmony_sums
 <fedharmony.methods.fedharmony_sums>`.
 
-The server's part stays where the model is: teachers of a cohort, misfits and sums are one batched
-computation each, labels are clustered once per round. Memory is bounded by the cohort and by
-``table_mb``, whatever the number of clients: see
-:class:`~fedharmony.consensus.CorrelationTable`. Variants of the correlation belong into
-:class:`~fedharmony.correlation.Correlation`, variants of what is compared into
-:meth:`FedHarmony.pairs`.
+The server's part stays where the model is. Its memory is bounded by the cohort and by ``table_mb``,
+whatever the number of clients: see :class:`~fedharmony.consensus.CorrelationTable`. Variants of the
+correlation belong into :class:`~fedharmony.correlation.Correlation`, variants of what is compared
+into :meth:`FedHarmony.pairs`.
 """
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from itertools import islice
 from typing import Annotated, Any, ClassVar, Literal, NamedTuple
@@ -47,7 +45,7 @@ from torch import Tensor
 from fedharmony.aggregate import effective_clients
 from fedharmony.alignment import Alignment, neutral
 from fedharmony.clusters import cluster_agreement, default_groups, spectral_clusters
-from fedharmony.config import machine_memory
+from fedharmony.config import machine_memory, shared
 from fedharmony.consensus import (
     BY_ENTRY,
     CORRELATION,
@@ -69,7 +67,6 @@ from fedharmony.methods import fedharmony_sums as sums
 from fedharmony.methods.base import (
     INGREDIENTS,
     ClientView,
-    Groups,
     Method,
     Outcome,
     Stage,
@@ -81,7 +78,7 @@ from fedharmony.methods.base import (
 from fedharmony.methods.fedharmony_sums import TEACHER
 from fedharmony.models.base import stack
 from fedharmony.rng import derived_seed
-from fedharmony.types import Form, Record, Reply, Tensors
+from fedharmony.types import Form, Group, Groups, Messages, Record, Replies, Reply, Tensors
 
 CLUSTERS = "clusters"  # state: the clusters of the last round
 
@@ -102,12 +99,9 @@ RECOMMENDED: Mapping[str, Any] = {
 
 
 class Misfits(NamedTuple):
-    """How far clients are from their teachers.
+    """How far clients are from their teachers: s_k, float64 (m,), and who could be compared, (m,).
 
-    Attributes:
-        values: s_k, float64 (m,).
-        compared: (m,), False for a client that shares no pair of labels with its teacher: nothing
-            to compare is not a perfect fit.
+    A client that shares no pair of labels with its teacher is not: that is not a perfect fit.
     """
 
     values: Tensor
@@ -227,21 +221,19 @@ class FedHarmony(Method):
 
         def __post_init__(self) -> None:
             super().__post_init__()
+            clash = ""
             if self.normaliser == "pearson" and self.consensus == "pooled":
-                raise ConfigError(
+                clash = (
                     "consensus = 'pooled' needs normaliser = 'phi': joint probabilities cannot be "
-                    "recovered from a Pearson matrix. Change one of the two."
+                    "recovered from a Pearson matrix"
                 )
-            if self.softness != 1 and self.consensus == "pooled":
-                raise ConfigError(
-                    "consensus = 'pooled' needs softness = 1: it pools probabilities. Change one "
-                    "of the two."
-                )
-            if self.shrinkage and self.normaliser == "phi":
-                raise ConfigError(
-                    f"shrinkage = {self.shrinkage:g} belongs to normaliser = 'pearson'; 'phi' has "
-                    "clamp instead. Change one of the two."
-                )
+            elif self.softness != 1 and self.consensus == "pooled":
+                clash = "consensus = 'pooled' needs softness = 1: it pools probabilities"
+            elif self.shrinkage and self.normaliser == "phi":
+                belongs = f"shrinkage = {self.shrinkage:g} belongs to normaliser = 'pearson'"
+                clash = f"{belongs}; 'phi' has clamp instead"
+            if clash:
+                raise ConfigError(f"{clash}. Change one of the two.")
 
     config: Config
 
@@ -294,33 +286,11 @@ class FedHarmony(Method):
             )
         self.horizon = task.rounds / 2 if config.horizon is None else config.horizon
         self.cluster_every = config.cluster_every or (1 if task.classes < CLUSTERED_OFTEN else 5)
-        self.correlation = Correlation(
-            task.classes,
-            task.unknown_labels,
-            normaliser=config.normaliser,
-            eps=config.epsilon,
-            clamp=config.clamp,
-            denominator_grad=config.denominator_grad,
-            shrinkage=config.shrinkage,
-            softness=config.softness,
-        )
-        self.align = Alignment(
-            self.correlation,
-            estimator=config.estimator,
-            window=config.window,
-            distance=config.distance,
-            reduction=config.reduction,
-        )
-        self.operator = Operator(
-            consensus,
-            kappa=config.kappa,
-            min_examples=config.min_examples,
-            min_support=config.min_support,
-            decay=config.staleness_decay,
-            trim=config.trim,
-            eps=config.epsilon,
-            clamp=config.clamp,
-        )
+        kind = shared(Correlation, config, eps=config.epsilon)
+        self.correlation = Correlation(task.classes, task.unknown_labels, **kind)
+        self.align = Alignment(self.correlation, **shared(Alignment, config))
+        kind = shared(Operator, config, eps=config.epsilon, decay=config.staleness_decay)
+        self.operator = Operator(consensus, **kind)
         self.triangle = task.classes * (task.classes + 1) // 2
         #: Clients whose matrices (float32, and what each entry stands on) fit into the table.
         numbers = self.triangle * (2 if task.unknown_labels else 1)
@@ -347,7 +317,7 @@ class FedHarmony(Method):
         """
         kind = self.correlation
 
-        def start(params: Mapping[str, Tensor]) -> Tensors:
+        def start(params: Group) -> Tensors:
             device = next((tensor.device for tensor in params.values()), None)
             zero = torch.zeros((), dtype=torch.float64, device=device)
             # A view of one number: memory is first needed for the stack of clients.
@@ -363,7 +333,7 @@ class FedHarmony(Method):
                 added["chances"] = kind.sums(chances.double(), batch)
             return {name: carry[name] + sum for name, sum in added.items()}
 
-        def finish(carry: Tensors, params: Mapping[str, Tensor]) -> Tensors:
+        def finish(carry: Tensors, params: Group) -> Tensors:
             moments = mean_moments(carry["sums"], carry["images"])
             upper = pack_upper(kind.matrix(moments)).float().clamp(-1, 1)  # beyond by rounding only
             chances = mean_moments(carry.get("chances", carry["sums"]), carry["images"])
@@ -395,9 +365,7 @@ class FedHarmony(Method):
         return [first, update]
 
     def _correlate(self, sweep: Sweep, everyone: bool) -> Stage:
-        def collect(
-            state: Record, round: int, sent: Mapping[int, Record], replies: Iterator[Reply]
-        ) -> Outcome:
+        def collect(state: Record, round: int, sent: Messages, replies: Replies) -> Outcome:
             table = self.table(state)
             # A cohort as a whole; all clients in parts that fit into a table with a limit.
             size = self.capacity if everyone and not table.last_only else None
@@ -425,7 +393,7 @@ class FedHarmony(Method):
         seed = derived_seed(self.task.seed, "clusters", round)
         return spectral_clusters(matrix, self.groups, seed)
 
-    def broadcast(self, state: Record, round: int, clients: Sequence[int]) -> Mapping[int, Record]:
+    def broadcast(self, state: Record, round: int, clients: Sequence[int]) -> Messages:
         """θ for everybody; R*_k, its known entries, the clusters and λ_t for each."""
         messages, table = super().broadcast(state, round, clients), self.table(state)
         if self.task.sums:
@@ -465,9 +433,7 @@ class FedHarmony(Method):
     def pairs(self, clusters: Tensor, known: Tensor) -> Tensor:
         """Which entries of R_k and R*_k are compared, (..., C, C): ∪_g S_g × S_g where known.
 
-        Args:
-            clusters: Cluster of each label, (..., C).
-            known: Entries of R* that are known and, in s_k, of R_k too, (..., C, C).
+        ``known`` are entries of R* and, in s_k, of R_k too.
         """
         return pair_mask(clusters, known, diagonal=self.config.diagonal)
 
@@ -522,7 +488,7 @@ class FedHarmony(Method):
 
     # -- Eq. (9), (10): aggregation by size and quality --------------------------------------------
 
-    def misfits(self, replies: Sequence[Reply], sent: Mapping[int, Record]) -> Misfits:
+    def misfits(self, replies: Sequence[Reply], sent: Messages) -> Misfits:
         """Eq. (9): s_k, each uploaded R_k against the teacher that was sent to its client."""
         teachers = [sent[reply.client].get(TEACHER) for reply in replies]
         if not all(teachers):
@@ -549,11 +515,6 @@ class FedHarmony(Method):
         Deviation: a client that is not reliable is given the mean s of the others. Of a few images
         R_k is close to 0, whatever was learnt.
 
-        Args:
-            misfits: s_k, (m,).
-            reliable: Whose s_k can be trusted, boolean (m,).
-            gamma: γ.
-
         >>> task = Task(2, 2, rounds=1, batch_size=1, epochs=1, seed=0, width=1, lr=0.1)
         >>> method = FedHarmony(FedHarmony.Config(), task)
         >>> both = torch.tensor([True, True])
@@ -573,11 +534,7 @@ class FedHarmony(Method):
         of ten that leaves half of the clients without weight. "bounded" takes no more of γ than
         leaves ``min_effective`` of the effective clients 1/Σω² that γ = 0 has.
 
-        Args:
-            n: Weights by size, (m,), not normalised.
-            misfits: s_k, (m,).
-            reliable: Whose s_k can be trusted, boolean (m,).
-            alpha: α.
+        ``n`` are weights by size, not normalised; ``reliable`` is whose s_k can be trusted.
         """
         size, gamma = n / n.sum(), self.config.temperature
         deviation = float(misfits[reliable].std(correction=0)) if reliable.any() else 0.0
@@ -604,9 +561,7 @@ class FedHarmony(Method):
         """α_t = max(0, 1 − t/T_0), t = 0, 1, …: the share of size in the weights."""
         return max(0.0, 1.0 - round / self.horizon) if self.config.quality else 1.0
 
-    def aggregate(
-        self, state: Record, round: int, sent: Mapping[int, Record], replies: Iterator[Reply]
-    ) -> Outcome:
+    def aggregate(self, state: Record, round: int, sent: Messages, replies: Replies) -> Outcome:
         """``θ ← Σ_k ω_k θ_k`` with ``ω_k = α_t n̄_k + (1 − α_t) q̄_k``; then remember R_k."""
         if self.task.sums:
             return sums.aggregate(self, state, round, sent, replies)
@@ -642,7 +597,7 @@ class FedHarmony(Method):
         return Outcome(state, weights, {**log, **agreement})
 
     def keep_clusters(
-        self, state: Record, sent: Mapping[int, Record], group: str = TEACHER
+        self, state: Record, sent: Messages, group: str = TEACHER
     ) -> tuple[Record, dict[str, float]]:
         """Store the round's clusters; how far they agree with the last ones (adjusted Rand)."""
         teachers = [m.get(group) for m in sent.values() if group in m.groups]

@@ -9,16 +9,14 @@ terms to the sums of its cohort. So γ must be a number, and the consensus a wei
 from __future__ import annotations
 
 import math
-from collections.abc import Iterator, Mapping
 from typing import TYPE_CHECKING
 
 import torch
-from torch import Tensor
 
 from fedharmony.aggregate import NUMBERS, scaled, typed
 from fedharmony.consensus import CORRELATION, FOLDED, WEIGHTED
-from fedharmony.methods.base import ClientView, Outcome
-from fedharmony.types import BUFFERS, PARAMS, Record, Reply
+from fedharmony.methods.base import ClientView, Outcome, members, rounds_of
+from fedharmony.types import BUFFERS, PARAMS, Group, Messages, Record, Replies, Reply
 
 if TYPE_CHECKING:
     from fedharmony.methods.fedharmony import FedHarmony
@@ -57,11 +55,9 @@ def refusal(config: FedHarmony.Config) -> str:
     return ""
 
 
-def broadcast(
-    method: FedHarmony, messages: Mapping[int, Record], state: Record, round: int
-) -> Mapping[int, Record]:
+def broadcast(method: FedHarmony, messages: Messages, state: Record, round: int) -> Messages:
     """θ, Σ w R, Σ w, clusters and λ_t for everybody; to each, of which round its terms are."""
-    rounds = _rounds(state)
+    rounds = rounds_of(state.get(MEMBERS))
     if len(rounds) < 2:
         return messages
     matrix = method.table(state).consensus(round).matrix
@@ -107,7 +103,7 @@ def share(
     enough = examples >= max(1, method.config.quality_min_examples)
     trusted, s = float(bool(misfit.compared) and enough), float(misfit.values)
     numbers = {"trusted": trusted, "rest": 1 - trusted, "misfit": trusted * s}
-    models: dict[str, Mapping[str, Tensor]] = {}
+    models: dict[str, Group] = {}
     if method.alpha(round) < 1:
         numbers["quality"] = q = trusted * math.exp(-float(method.config.temperature) * s)
         for group in (PARAMS, BUFFERS):
@@ -118,11 +114,7 @@ def share(
 
 
 def aggregate(
-    method: FedHarmony,
-    state: Record,
-    round: int,
-    sent: Mapping[int, Record],
-    replies: Iterator[Reply],
+    method: FedHarmony, state: Record, round: int, sent: Messages, replies: Replies
 ) -> Outcome:
     """The same model, and the same consensus, from sums over the cohort."""
     pool = next(replies, None)
@@ -140,13 +132,9 @@ def aggregate(
     table = method.table(state)
     noise = float(record.scalars.get(f"noise {CORRELATION}", 0.0))
     table.add_shares(record.get(CORRELATION), round, noise)
-    rounds = {} if table.last_only else _rounds(state)
+    rounds = {} if table.last_only else rounds_of(state.get(MEMBERS))
     rounds |= dict.fromkeys(pool.clients, round)
-    members = {
-        "client": torch.tensor(sorted(rounds)),
-        "round": torch.tensor([rounds[k] for k in sorted(rounds)]),
-    }
-    state = model.update(state).replace({FOLDED: table.folded, MEMBERS: members})
+    state = model.update(state).replace({FOLDED: table.folded, MEMBERS: members(rounds)})
     state, agreement = method.keep_clusters(state, sent, CONSENSUS)
     return Outcome(state, {}, {**log, **agreement})
 
@@ -175,15 +163,7 @@ def _by_quality(method: FedHarmony, sums: Record, state: Record, alpha: float) -
     return Record(groups)
 
 
-def _rounds(state: Record) -> dict[int, int]:
-    """Whose terms the sums hold: the round of each client's."""
-    members = state.get(MEMBERS)
-    if not members:
-        return {}
-    return dict(zip(members["client"].tolist(), members["round"].tolist(), strict=True))
-
-
-def _own_terms(view: ClientView, message: Record) -> Mapping[str, Tensor]:
+def _own_terms(view: ClientView, message: Record) -> Group:
     """What a client told last, if that is what the sums hold of it; else nothing.
 
     A client whose last reply was lost remembers other terms than the sums may hold.

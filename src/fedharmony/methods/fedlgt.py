@@ -32,12 +32,12 @@ import torch
 from annotated_types import Ge, Gt, Le, Lt
 from torch import Tensor
 
-from fedharmony.config import FilePath
+from fedharmony.config import FilePath, shared
 from fedharmony.losses import Batch, entries
-from fedharmony.methods.base import Groups, Method, Task, methods, stacked
+from fedharmony.methods.base import Method, Task, methods, stacked
 from fedharmony.models.label_text import load_label_text
 from fedharmony.models.label_transformer import UNKNOWN, LabelTransformer
-from fedharmony.types import Tensors
+from fedharmony.types import Groups, Tensors
 
 RANDOM_TEXT = (
     "FedLGT has no text embeddings of the labels (methods.fedlgt.text), so it describes them by "
@@ -113,17 +113,8 @@ class FedLGT(Method):
         config, text = self.config, None
         if config.text:
             text = load_label_text(config.text, self.task.labels, config.embedding)
-        return LabelTransformer(
-            width,
-            self.task.classes,
-            config.embedding,
-            config.heads,
-            config.layers,
-            config.feedforward,
-            config.dropout,
-            text,
-            config.swap_states,
-        )
+        made = shared(LabelTransformer, config, rate=config.dropout, text=text)
+        return LabelTransformer(width, self.task.classes, **made)
 
     def draw(self, generator: torch.Generator, images: int) -> Tensors:
         """Per image: how many labels are known, in which order they become so, a dropout seed."""

@@ -22,17 +22,16 @@ Deviation: clients send θ_k, from which the server, which knows θ^t, forms Δ_
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from typing import Annotated, Any, ClassVar, Literal
 
 from annotated_types import Ge, Lt
-from torch import Tensor
 
 from fedharmony.errors import ConfigError
-from fedharmony.methods.base import Groups, Method, Outcome, Task, methods, stacked
+from fedharmony.methods.base import Method, Outcome, Task, methods, stacked
 from fedharmony.methods.fedprox import proximal
-from fedharmony.types import PARAMS, Record, Reply, Tensors
+from fedharmony.types import PARAMS, Group, Groups, Messages, Record, Replies, Tensors
 
 MOMENTUM = "momentum"  # state: the server's momentum buffer, float64
 
@@ -102,13 +101,7 @@ class FedNova(Method):
         )
 
     @stacked
-    def pull(
-        self,
-        params: Mapping[str, Tensor],
-        start: Mapping[str, Tensor],
-        message: Groups,
-        carry: Tensors,
-    ) -> Tensors:
+    def pull(self, params: Group, start: Group, message: Groups, carry: Tensors) -> Tensors:
         """``μ (θ − θ^t)`` of a proximal local objective."""
         return proximal(self.config.mu, params, start)
 
@@ -128,9 +121,7 @@ class FedNova(Method):
             work = (1 - shrink) * work + velocity
         return work
 
-    def aggregate(
-        self, state: Record, round: int, sent: Mapping[int, Record], replies: Iterator[Reply]
-    ) -> Outcome:
+    def aggregate(self, state: Record, round: int, sent: Messages, replies: Replies) -> Outcome:
         """``θ ← θ + A (Σ q_k θ_k − θ)`` over clients that took a step; buffers as in FedAvg.
 
         Work is counted in units of the first client's, so that equal work is exactly 1.
@@ -159,21 +150,17 @@ class FedNova(Method):
         averaged = mean.update(state, exact=True)
         before, after = state.get(PARAMS), averaged.get(PARAMS)
         moved = {n: (1 - factor) * t.double() + factor * after[n] for n, t in before.items()}
-        groups: dict[str, Mapping[str, Tensor]] = {}
+        groups: dict[str, Group] = {}
         if self.config.server_momentum > 0:
-            groups[MOMENTUM] = self._velocity(state, moved)
-            moved = {n: t.double() - groups[MOMENTUM][n] for n, t in before.items()}
+            # u ← γ u + (θ − θ') with the plain step's result θ'; then θ − u.
+            past, gamma = state.get(MOMENTUM), self.config.server_momentum
+            step = {n: t.double() - moved[n] for n, t in before.items()}
+            velocity = {n: gamma * past[n] + t for n, t in step.items()} if past else step
+            moved = {n: t.double() - velocity[n] for n, t in before.items()}
+            groups[MOMENTUM] = velocity
         groups[PARAMS] = {n: t.to(before[n].dtype) for n, t in moved.items()}
         return Outcome(
             averaged.replace(groups),
             {k: share / scaled for k, share in shares.items()},
             {"amplification": amplification, "server_step": factor},
         )
-
-    def _velocity(self, state: Record, moved: Tensors) -> Tensors:
-        """``u ← γ u + (θ − θ')`` with the server's momentum γ and the plain step's result θ'."""
-        past = state.get(MOMENTUM)
-        step = {name: t.double() - moved[name] for name, t in state.get(PARAMS).items()}
-        if not past:
-            return step
-        return {name: self.config.server_momentum * past[name] + t for name, t in step.items()}

@@ -20,10 +20,9 @@ from dataclasses import dataclass
 from typing import Annotated, Any, ClassVar, Literal
 
 from annotated_types import Ge
-from torch import Tensor
 
-from fedharmony.methods.base import Groups, Method, Task, methods, stacked
-from fedharmony.types import Tensors
+from fedharmony.methods.base import Method, Task, methods, stacked
+from fedharmony.types import Group, Groups, Tensors
 
 
 @methods.register("fedprox")
@@ -51,17 +50,11 @@ class FedProx(Method):
         self.pull_after_step = config.placement == "decoupled"
 
     @stacked
-    def pull(
-        self,
-        params: Mapping[str, Tensor],
-        start: Mapping[str, Tensor],
-        message: Groups,
-        carry: Tensors,
-    ) -> Tensors:
+    def pull(self, params: Group, start: Group, message: Groups, carry: Tensors) -> Tensors:
         """``μ (θ − θ^t)``: the gradient of ``(μ/2) ‖θ − θ^t‖²``, defined at θ = θ^t too."""
         return proximal(self.config.mu, params, start)
 
 
-def proximal(mu: float, params: Mapping[str, Tensor], start: Mapping[str, Tensor]) -> Tensors:
+def proximal(mu: float, params: Group, start: Group) -> Tensors:
     """``μ (θ − θ^t)``; nothing at all for μ = 0."""
     return {name: mu * (params[name] - start[name]) for name in params} if mu else {}

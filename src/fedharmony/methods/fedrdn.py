@@ -23,7 +23,7 @@ of images.
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from typing import Annotated, Any, ClassVar, Literal
 
@@ -33,7 +33,6 @@ from torch import Tensor
 
 from fedharmony.losses import Batch
 from fedharmony.methods.base import (
-    Groups,
     Method,
     Outcome,
     Stage,
@@ -41,8 +40,9 @@ from fedharmony.methods.base import (
     methods,
     of_pixels,
     stacked,
+    zeros,
 )
-from fedharmony.types import Form, Record, Reply, Tensors
+from fedharmony.types import Form, Group, Groups, Messages, Record, Replies, Tensors
 
 STATISTICS = "statistics"  # reply: μ_k, σ_k; message: all of them
 TABLE = "statistics_table"  # state: those of every client heard
@@ -89,7 +89,7 @@ class FedRDN(Method):
         update, everyone = super().stages(round), self.config.collect == "everyone"
         if everyone and round > 0:
             return update
-        ask = Stage("statistics", self._ask, self.collect, False, self.statistics(), everyone)
+        ask = Stage("statistics", self.ask, self.collect, False, self.statistics(), everyone)
         return [ask, *update]
 
     # -- statistics --------------------------------------------------------------------------------
@@ -106,9 +106,7 @@ class FedRDN(Method):
         """
         channels = len(self.task.mean)
 
-        def start(params: Mapping[str, Tensor]) -> Tensors:
-            shapes = {"mean": (channels,), "std": (channels,), "rows": ()}
-            return {n: torch.zeros(shape, dtype=torch.float64) for n, shape in shapes.items()}
+        start = zeros(mean=(channels,), std=(channels,), rows=())
 
         def fold(carry: Tensors, images: Tensor, batch: Batch) -> Tensors:
             pixels = images.flatten(2).int()
@@ -120,7 +118,7 @@ class FedRDN(Method):
                 "rows": carry["rows"] + rows.sum(),
             }
 
-        def finish(carry: Tensors, params: Mapping[str, Tensor]) -> Tensors:
+        def finish(carry: Tensors, params: Group) -> Tensors:
             scale = 255 * carry["rows"]
             return {name: (carry[name] / scale).float() for name in ("mean", "std")}
 
@@ -135,9 +133,7 @@ class FedRDN(Method):
         """Per standardised feature z, ``μ = mean(z)`` and ``σ = √(mean(z²) − μ²)`` over samples."""
         features = len(self.task.mean)
 
-        def start(params: Mapping[str, Tensor]) -> Tensors:
-            shapes = {"sum": (features,), "squares": (features,), "rows": ()}
-            return {n: torch.zeros(shape, dtype=torch.float64) for n, shape in shapes.items()}
+        start = zeros(sum=(features,), squares=(features,), rows=())
 
         def fold(carry: Tensors, inputs: Tensor, batch: Batch) -> Tensors:
             z, rows = Method.normalise(self, inputs, {}, {}).double(), batch.rows.double()
@@ -147,7 +143,7 @@ class FedRDN(Method):
                 "rows": carry["rows"] + rows.sum(),
             }
 
-        def finish(carry: Tensors, params: Mapping[str, Tensor]) -> Tensors:
+        def finish(carry: Tensors, params: Group) -> Tensors:
             mean = carry["sum"] / carry["rows"]
             std = (carry["squares"] / carry["rows"] - mean.square()).clamp(min=0.0).sqrt()
             std = torch.where(std < self.config.min_std, 1.0, std)
@@ -156,13 +152,7 @@ class FedRDN(Method):
         forms = {"mean": Form((features,)), "std": Form((features,), low=self.config.min_std)}
         return Sweep(STATISTICS, "images", start, fold, finish, lambda params: forms)
 
-    def _ask(self, state: Record, round: int, clients: Sequence[int]) -> Mapping[int, Record]:
-        """A message without a model: statistics of images need none."""
-        return dict.fromkeys(clients, Record())
-
-    def collect(
-        self, state: Record, round: int, sent: Mapping[int, Record], replies: Iterator[Reply]
-    ) -> Outcome:
+    def collect(self, state: Record, round: int, sent: Messages, replies: Replies) -> Outcome:
         """Put the replies into the table, over older entries of the same clients.
 
         Logs how many clients are listed, and how far their mean lies from the normalisation that
@@ -196,7 +186,7 @@ class FedRDN(Method):
 
     # -- training ----------------------------------------------------------------------------------
 
-    def broadcast(self, state: Record, round: int, clients: Sequence[int]) -> Mapping[int, Record]:
+    def broadcast(self, state: Record, round: int, clients: Sequence[int]) -> Messages:
         """θ and the list of statistics, the same for everybody."""
         message = next(iter(super().broadcast(state, round, clients).values()))
         return dict.fromkeys(clients, message.replace(self.evaluation(state)))
@@ -244,7 +234,7 @@ class FedRDN(Method):
         return {"mean": mean.expand(images), "std": std.expand(images)}
 
     @stacked
-    def normalise(self, images: Tensor, message: Groups, draws: Mapping[str, Tensor]) -> Tensor:
+    def normalise(self, images: Tensor, message: Groups, draws: Group) -> Tensor:
         """``(x − μ_j)/σ_j`` with drawn j; outside of training, the pooled statistics."""
         standard = super().normalise
         if STATISTICS not in message:  # nobody answered

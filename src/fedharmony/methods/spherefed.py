@@ -21,7 +21,7 @@ them out would need one Gram matrix per label. No official code is known.
 from __future__ import annotations
 
 import math
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from typing import Annotated, Any, ClassVar, Literal
 
@@ -33,9 +33,9 @@ from torch import Tensor
 from fedharmony.correlation import pack_upper, unpack_upper
 from fedharmony.errors import ConfigError
 from fedharmony.losses import Batch, task_loss
-from fedharmony.methods.base import Groups, Method, Outcome, Stage, Sweep, methods, stacked
+from fedharmony.methods.base import Method, Outcome, Stage, Sweep, methods, stacked, zeros
 from fedharmony.models.heads import SphereHead
-from fedharmony.types import FROZEN, Form, Record, Reply, Tensors
+from fedharmony.types import FROZEN, Form, Group, Groups, Messages, Record, Replies, Tensors
 
 SUMS = "sums"  # reply of "calibrate": A_k and B_k
 COUNTS = "counts"  # reply of "count": labels and images of a client
@@ -92,7 +92,7 @@ class SphereFed(Method):
         if self.config.variant == "s2":
             return stages
         if round == 0:
-            stages.insert(0, Stage("count", self._ask, self.count, False, self.counts(), True))
+            stages.insert(0, Stage("count", self.ask, self.count, False, self.counts(), True))
         if round == self.task.rounds - 1 and self.config.variant == "s1":
             stages.append(
                 Stage("calibrate", self.broadcast, self.calibrate, False, self.sums(), True)
@@ -120,7 +120,7 @@ class SphereFed(Method):
     def counts(self) -> Sweep:
         """How many labels and images a client has: two numbers."""
 
-        def start(params: Mapping[str, Tensor]) -> Tensors:
+        def start(params: Group) -> Tensors:
             return {"labels": torch.zeros(()), "images": torch.zeros(())}
 
         def fold(carry: Tensors, labels: Tensor, batch: Batch) -> Tensors:
@@ -148,10 +148,6 @@ class SphereFed(Method):
             "norm": Form((), torch.float64, low=0),
         }
 
-        def start(params: Mapping[str, Tensor]) -> Tensors:
-            shapes = {"a": (size, size), "b": (size, classes), "norm": ()}
-            return {n: torch.zeros(shape, dtype=torch.float64) for n, shape in shapes.items()}
-
         def fold(carry: Tensors, features: Tensor, batch: Batch) -> Tensors:
             features, rows = features.double(), batch.rows.double()
             z = F.normalize(features, dim=-1)
@@ -166,7 +162,7 @@ class SphereFed(Method):
         return Sweep(
             SUMS,
             "features",
-            start,
+            zeros(a=(size, size), b=(size, classes), norm=()),
             fold,
             lambda carry, params: {**carry, "a": pack_upper(carry["a"])},
             lambda params: forms,
@@ -174,13 +170,7 @@ class SphereFed(Method):
 
     # -- server ------------------------------------------------------------------------------------
 
-    def _ask(self, state: Record, round: int, clients: Sequence[int]) -> Mapping[int, Record]:
-        """A message without a model: counting labels needs none."""
-        return dict.fromkeys(clients, Record())
-
-    def count(
-        self, state: Record, round: int, sent: Mapping[int, Record], replies: Iterator[Reply]
-    ) -> Outcome:
+    def count(self, state: Record, round: int, sent: Messages, replies: Replies) -> Outcome:
         """k̂, the mean number of labels per image: the cosine's threshold is 0.5/√k̂."""
         labels = images = 0.0
         for reply in replies:
@@ -189,9 +179,7 @@ class SphereFed(Method):
         mean = labels / images if images else 1.0
         return Outcome(state.replace(scalars={"labels_per_image": mean}))
 
-    def calibrate(
-        self, state: Record, round: int, sent: Mapping[int, Record], replies: Iterator[Reply]
-    ) -> Outcome:
+    def calibrate(self, state: Record, round: int, sent: Messages, replies: Replies) -> Outcome:
         """``W*ᵀ = (Σ A_k + ρI)⁻¹ Σ B_k``; a label nobody has keeps its fixed direction.
 
         Logs the mean of ‖φ‖, which nothing bounds: the cosines do not depend on it, but the steps

@@ -14,7 +14,7 @@ from __future__ import annotations
 import functools
 import math
 from abc import ABC, abstractmethod
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass, replace
 from typing import Any, ClassVar, Literal, TypeAlias
 
@@ -24,7 +24,7 @@ from torch import Tensor
 
 from fedharmony.config import Checked
 from fedharmony.registry import Registry
-from fedharmony.types import Tensors
+from fedharmony.types import Group, Tensors
 
 models: Registry[type[Backbone]] = Registry("model", "fedharmony.models")
 
@@ -68,10 +68,7 @@ class FeatureSpec:
     >>> str(FeatureSpec((0.0, 0.0), (1.0, 1.0)))
     'vectors of 2 features'
 
-    Attributes:
-        mean: per feature, its mean in the training data.
-        std: per feature, its standard deviation there; 1 for a feature that never changes.
-        names: of the features, where they have any.
+    Mean and standard deviation are those in the training data; 1 for a feature that never changes.
     """
 
     kind: ClassVar[str] = "feature vectors"
@@ -99,18 +96,15 @@ class Backbone(ABC):
 
     Attributes:
         config: the settings; a subclass has its own ``Config``, which inherits from this one.
-        name: registered name.
         stackable: whether more than one client may be applied at a time.
-        takes: what it is built for, images or feature vectors.
         mixes_images: whether images of a batch influence each other in training, as batch
             normalisation does it. Then batches hold no padding, so that steps have any size: they
             are neither compiled nor recorded. Only such a backbone may have buffers, and it is not
             stackable.
         width: feature width D.
         patches: patches of an image that :meth:`tokens` tells apart; 0 where there are none.
-        mean: mean of the expected input normalisation: per channel, for images in [0, 1], or per
-            feature.
-        std: standard deviation of the expected input normalisation, likewise.
+        mean: of the expected input normalisation: per channel, for images in [0, 1], or per
+            feature; so is ``std``.
     """
 
     @dataclass(frozen=True)
@@ -165,10 +159,10 @@ class Backbone(ABC):
         return self
 
     @abstractmethod
-    def tokens(self, params: Mapping[str, Tensor], images: Tensor) -> Tensor:
+    def tokens(self, params: Group, images: Tensor) -> Tensor:
         """All tokens of normalised inputs: (M, B, channels, H, W) or (M, B, F) to (M, B, N, D)."""
 
-    def features(self, params: Mapping[str, Tensor], images: Tensor) -> Tensor:
+    def features(self, params: Group, images: Tensor) -> Tensor:
         """One vector per image, (M, B, D): the first (class) token unless overridden.
 
         Override it where another vector is meant, or where it costs less than all tokens do.
@@ -216,23 +210,15 @@ class Head(ABC):
     def init(self, generator: torch.Generator) -> Tensors:
         """Float32 parameters of one client on the CPU."""
 
-    def embed(self, params: Mapping[str, Tensor], features: Tensor) -> Tensor:
+    def embed(self, params: Group, features: Tensor) -> Tensor:
         """What the classifier itself sees of the features (M, B, D): the same unless overridden."""
         return features
 
     @abstractmethod
-    def apply(
-        self,
-        params: Mapping[str, Tensor],
-        features: Tensor,
-        inputs: Mapping[str, Tensor] | None = None,
-    ) -> Tensor:
-        """Outputs (M, B, C) of M clients.
+    def apply(self, params: Group, features: Tensor, inputs: Group | None = None) -> Tensor:
+        """Outputs (M, B, C) of features (M, B, D), or (M, B, N, D) if the head reads patches.
 
-        Args:
-            params: parameters of the whole model, with their client axis.
-            features: (M, B, D), or (M, B, N, D) if the head reads patches.
-            inputs: whatever else the head reads, (M, B, ...) each, for instance known labels.
+        ``inputs`` are whatever else the head reads, (M, B, ...) each, for instance known labels.
         """
 
 
@@ -268,7 +254,7 @@ class Model:
         """Parameters of one client on the CPU: the backbone's, then the head's."""
         return {**self.backbone.init(generator), **self.head.init(generator)}
 
-    def divide(self, params: Mapping[str, Tensor]) -> tuple[Tensors, Tensors]:
+    def divide(self, params: Group) -> tuple[Tensors, Tensors]:
         """What is trained, averaged and sent; and what is frozen, the backbone's constants too."""
         names = self.head.frozen
         frozen = {name: tensor for name, tensor in params.items() if name in names}
@@ -283,16 +269,11 @@ class Model:
         """The same model with the parts of its backbone compiled."""
         return replace(self, backbone=self.backbone.compiled(compile))
 
-    def features(self, params: Mapping[str, Tensor], images: Tensor) -> Tensor:
+    def features(self, params: Group, images: Tensor) -> Tensor:
         """What the classifier sees of each image, one vector (M, B, ·) per image."""
         return self.head.embed(params, self.backbone.features(params, images))
 
-    def apply(
-        self,
-        params: Mapping[str, Tensor],
-        images: Tensor,
-        inputs: Mapping[str, Tensor] | None = None,
-    ) -> Tensor:
+    def apply(self, params: Group, images: Tensor, inputs: Group | None = None) -> Tensor:
         """Outputs (M, B, C) of M clients for normalised images (M, B, channels, H, W).
 
         Clients do not influence each other. Nor do rows (unless the backbone ``mixes_images`` in
@@ -306,7 +287,7 @@ class Model:
         return head.apply(params, patches, inputs)
 
 
-def stack(clients: Sequence[Mapping[str, Tensor]]) -> Tensors:
+def stack(clients: Sequence[Group]) -> Tensors:
     """Stack the tensors of M clients along a new first axis.
 
     >>> stack([{"w": torch.zeros(2)}, {"w": torch.ones(2)}])["w"].tolist()
@@ -315,7 +296,7 @@ def stack(clients: Sequence[Mapping[str, Tensor]]) -> Tensors:
     return {name: torch.stack([client[name] for client in clients]) for name in clients[0]}
 
 
-def unstack(tensors: Mapping[str, Tensor], client: int) -> Tensors:
+def unstack(tensors: Group, client: int) -> Tensors:
     """The tensors of one client of a stack, as views.
 
     >>> unstack({"w": torch.tensor([[1.0], [2.0]])}, 1)["w"].tolist()

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
 from dataclasses import dataclass
 
 import torch
@@ -10,7 +9,7 @@ import torch.nn.functional as F
 from torch import Tensor
 
 from fedharmony.models.base import Head, Shapes, linear
-from fedharmony.types import Tensors
+from fedharmony.types import Group, Tensors
 
 
 @dataclass(frozen=True)
@@ -21,10 +20,6 @@ class LinearHead(Head):
     >>> params = head.init(torch.Generator().manual_seed(0))
     >>> {name: tuple(tensor.shape) for name, tensor in params.items()}
     {'head.weight': (3, 4), 'head.bias': (3,)}
-
-    Attributes:
-        width: feature width D.
-        classes: number of labels C.
     """
 
     width: int
@@ -42,12 +37,7 @@ class LinearHead(Head):
         torch.nn.init.trunc_normal_(weight, std=0.02, generator=generator)
         return {"head.weight": weight, "head.bias": torch.zeros(self.classes)}
 
-    def apply(
-        self,
-        params: Mapping[str, Tensor],
-        features: Tensor,
-        inputs: Mapping[str, Tensor] | None = None,
-    ) -> Tensor:
+    def apply(self, params: Group, features: Tensor, inputs: Group | None = None) -> Tensor:
         """Logits (M, B, C) from features (M, B, D)."""
         return linear(features, params["head.weight"], params["head.bias"])
 
@@ -65,7 +55,6 @@ class SphereHead(Head):
     True
 
     Attributes:
-        width: feature width D.
         classes: number of labels C, at most the dimension of the sphere.
         projection: dimension of the sphere where a trained linear map leads to it; none means D.
     """
@@ -99,16 +88,11 @@ class SphereHead(Head):
             params["head.project.weight"] = weight
         return params
 
-    def embed(self, params: Mapping[str, Tensor], features: Tensor) -> Tensor:
+    def embed(self, params: Group, features: Tensor) -> Tensor:
         """φ (M, B, L) before it is scaled to the sphere: its length is worth watching."""
         return features @ params["head.project.weight"].mT if self.projection else features
 
-    def apply(
-        self,
-        params: Mapping[str, Tensor],
-        features: Tensor,
-        inputs: Mapping[str, Tensor] | None = None,
-    ) -> Tensor:
+    def apply(self, params: Group, features: Tensor, inputs: Group | None = None) -> Tensor:
         """Cosines (M, B, C), 0 for φ = 0; after a calibration, its linear scores."""
         z = F.normalize(self.embed(params, features), dim=-1)
         return linear(z, params["head.weight"], params["head.bias"])

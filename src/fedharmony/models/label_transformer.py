@@ -11,7 +11,6 @@ Text and state embeddings are frozen, the same for everybody, and never sent. Th
 
 from __future__ import annotations
 
-from collections.abc import Mapping
 from dataclasses import dataclass
 
 import torch
@@ -20,7 +19,7 @@ from torch import Tensor
 from fedharmony.errors import ConfigError
 from fedharmony.models.base import Head, Shapes, attention, dropout, layer_norm, linear
 from fedharmony.models.heads import orthonormal_rows
-from fedharmony.types import Tensors
+from fedharmony.types import Group, Tensors
 
 UNKNOWN, NEGATIVE, POSITIVE = 0, 1, 2
 
@@ -40,15 +39,9 @@ class LabelTransformer(Head):
 
     Attributes:
         width: width D of the patches.
-        classes: number of labels C.
         embedding: width of the tokens.
-        heads: attention heads.
-        layers: number of layers.
-        feedforward: hidden width of a layer's MLP.
-        rate: dropout rate in training.
         text: label table (C, embedding) and state table (3, embedding) in the order unknown,
             negative, positive; none draws random unit vectors from the model's seed.
-        swap_states: exchange the embeddings of negative and positive.
     """
 
     width: int
@@ -114,12 +107,7 @@ class LabelTransformer(Head):
         states = torch.cat([torch.zeros(1, self.embedding), table[self.classes :]])
         return table[: self.classes], states
 
-    def apply(
-        self,
-        params: Mapping[str, Tensor],
-        features: Tensor,
-        inputs: Mapping[str, Tensor] | None = None,
-    ) -> Tensor:
+    def apply(self, params: Group, features: Tensor, inputs: Group | None = None) -> Tensor:
         """Logits (M, B, C) from patches (M, B, N, D)."""
         inputs = inputs or {}
         clients, images, patches = features.shape[:3]
@@ -137,7 +125,7 @@ class LabelTransformer(Head):
         return (x[:, :, patches:] * rows).sum(-1) + bias
 
     def _layer(
-        self, params: Mapping[str, Tensor], name: str, x: Tensor, seeds: Tensor | None, place: int
+        self, params: Group, name: str, x: Tensor, seeds: Tensor | None, place: int
     ) -> Tensor:
         """``x ← LN(x + attention(x))``, ``x ← LN(x + MLP(x))``."""
 

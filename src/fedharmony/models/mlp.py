@@ -18,7 +18,7 @@ from torch import Tensor
 
 from fedharmony.errors import ConfigError
 from fedharmony.models.base import Backbone, FeatureSpec, Shapes, linear, models
-from fedharmony.types import Tensors
+from fedharmony.types import Group, Tensors
 
 Width = Annotated[int, Ge(1), Le(65_536)]
 
@@ -65,11 +65,11 @@ class Linear(Backbone):
         """None: only the head has parameters."""
         return {}
 
-    def tokens(self, params: Mapping[str, Tensor], images: Tensor) -> Tensor:
+    def tokens(self, params: Group, images: Tensor) -> Tensor:
         """One token (M, B, 1, D): the feature vector."""
         return self.features(params, images).unsqueeze(2)
 
-    def features(self, params: Mapping[str, Tensor], images: Tensor) -> Tensor:
+    def features(self, params: Group, images: Tensor) -> Tensor:
         """The standardised features (M, B, D) themselves."""
         return images
 
@@ -119,7 +119,7 @@ class Mlp(Linear):
                 params[name].normal_(std=(2 / shape[1]) ** 0.5, generator=generator)
         return params
 
-    def features(self, params: Mapping[str, Tensor], images: Tensor) -> Tensor:
+    def features(self, params: Group, images: Tensor) -> Tensor:
         """The last hidden layer (M, B, D)."""
         activate, h = ACTIVATIONS[self.config.activation], images
         for i in range(len(self.config.hidden)):

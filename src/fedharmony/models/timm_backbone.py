@@ -13,7 +13,7 @@ are off.
 from __future__ import annotations
 
 import copy
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterator
 from dataclasses import dataclass
 from typing import Annotated, Any
 
@@ -27,7 +27,7 @@ from fedharmony.errors import ConfigError, nearest
 from fedharmony.models.base import Backbone, InputSpec, Shapes, models
 from fedharmony.models.hub import locate
 from fedharmony.models.weights import compare_shapes, read_weights
-from fedharmony.types import Tensors
+from fedharmony.types import Group, Tensors
 
 PREFIX = "backbone."
 
@@ -142,11 +142,11 @@ class TimmBackbone(Backbone):
         compare_shapes(self.weights.path, {n: tuple(t.shape) for n, t in found.items()}, wanted)
         return {PREFIX + n: t.float() if t.is_floating_point() else t for n, t in found.items()}
 
-    def tokens(self, params: Mapping[str, Tensor], images: Tensor) -> Tensor:
+    def tokens(self, params: Group, images: Tensor) -> Tensor:
         """All tokens (M, B, N, D): a feature map's positions, or a transformer's tokens."""
         return self._each(params, images, "_tokens")
 
-    def features(self, params: Mapping[str, Tensor], images: Tensor) -> Tensor:
+    def features(self, params: Group, images: Tensor) -> Tensor:
         """The pooled features (M, B, D), as timm pools them."""
         return self._each(params, images, "_pooled")
 
@@ -162,7 +162,7 @@ class TimmBackbone(Backbone):
         pooled: Tensor = self.module.forward_head(features, pre_logits=True)
         return pooled
 
-    def _each(self, params: Mapping[str, Tensor], images: Tensor, part: str) -> Tensor:
+    def _each(self, params: Group, images: Tensor, part: str) -> Tensor:
         names = [n for n in params if n.startswith(PREFIX)]
         wrapped = _Part(self if images.shape[1] > 1 else self._still, part)
         outputs = []

@@ -10,7 +10,7 @@ are; images of another size than a checkpoint's get interpolated position embedd
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping
+from collections.abc import Callable
 from copy import copy
 from dataclasses import dataclass
 from typing import Annotated, Any, TypeAlias
@@ -35,7 +35,7 @@ from fedharmony.models.base import (
 )
 from fedharmony.models.hub import locate
 from fedharmony.models.weights import load_weights
-from fedharmony.types import Tensors
+from fedharmony.types import Group, Tensors
 
 Count = Annotated[int, Ge(1), Le(65_536)]
 Depth = Annotated[int, Ge(1), Le(1000)]
@@ -154,12 +154,12 @@ class ViT(Backbone):
             return tensor.fill_(1.0)
         return torch.nn.init.trunc_normal_(tensor, std=0.02, generator=generator)
 
-    def tokens(self, params: Mapping[str, Tensor], images: Tensor) -> Tensor:
+    def tokens(self, params: Group, images: Tensor) -> Tensor:
         """Tokens after the final norm, (M, B, N, D), the class token first."""
         x, normed = self._before(self.config.depth, params, images)
         return normed.to(x.dtype)
 
-    def features(self, params: Mapping[str, Tensor], images: Tensor) -> Tensor:
+    def features(self, params: Group, images: Tensor) -> Tensor:
         """The class token after the final norm, (M, B, D).
 
         It equals ``tokens(...)[:, :, 0]`` and costs less: in the last block only the class token
@@ -170,7 +170,7 @@ class ViT(Backbone):
         x = self._last_block(_own(params, f"blocks.{last}."), stream, self.config.heads)
         return _norm(params, "norm", x[:, :, 0])
 
-    def _before(self, last: int, params: Mapping[str, Tensor], images: Tensor) -> Stream:
+    def _before(self, last: int, params: Group, images: Tensor) -> Stream:
         """The tokens as block ``last`` takes them in, or as they leave the transformer."""
         norms = [f"blocks.{i}.norm1" for i in range(self.config.depth)] + ["norm"]
         names = ("cls_token", "pos_embed", "patch_embed.proj.weight", "patch_embed.proj.bias")
@@ -212,7 +212,7 @@ class ViT(Backbone):
 # next piece, the norm would be one more pass over all tokens.
 
 
-def embed(own: Mapping[str, Tensor], images: Tensor, patch: int) -> Stream:
+def embed(own: Group, images: Tensor, patch: int) -> Stream:
     """Images (M, B, channels, H, W) to class and patch tokens with positions (M, B, N, D)."""
     M, B, channels, height, wide = images.shape
     rows, columns = height // patch, wide // patch
@@ -225,14 +225,14 @@ def embed(own: Mapping[str, Tensor], images: Tensor, patch: int) -> Stream:
     return _normed(own, torch.cat([class_token, embedded + at_patches], dim=2))
 
 
-def block(own: Mapping[str, Tensor], stream: Stream, heads: int) -> Stream:
+def block(own: Group, stream: Stream, heads: int) -> Stream:
     """Tokens (M, B, N, D) through one block."""
     x, y = stream
     query, key, value, shift = _asked(own, y, heads)
     return _normed(own, _mlp(own, x + _merged(own, attention(query, key, value), shift, x)))
 
 
-def last_block(own: Mapping[str, Tensor], stream: Stream, heads: int) -> Tensor:
+def last_block(own: Group, stream: Stream, heads: int) -> Tensor:
     """The class token (M, B, 1, D) after a block that takes all tokens (M, B, N, D) in."""
     x, y = stream
     query, key, value, shift = _asked(own, y, heads, class_only=True)
@@ -240,19 +240,19 @@ def last_block(own: Mapping[str, Tensor], stream: Stream, heads: int) -> Tensor:
     return _mlp(own, first + _merged(own, attention(query, key, value), shift, first))
 
 
-def _normed(own: Mapping[str, Tensor], x: Tensor) -> Stream:
+def _normed(own: Group, x: Tensor) -> Stream:
     """The tokens, and their norm in the precision in which the next piece takes products."""
     y, kind = _norm(own, "next", x), x.device.type
     return x, y.to(torch.get_autocast_dtype(kind)) if torch.is_autocast_enabled(kind) else y
 
 
-def _mlp(own: Mapping[str, Tensor], x: Tensor) -> Tensor:
+def _mlp(own: Group, x: Tensor) -> Tensor:
     y = F.gelu(_linear(own, "mlp.fc1", _norm(own, "norm2", x)))
     return x + _linear(own, "mlp.fc2", y)
 
 
 def _asked(
-    own: Mapping[str, Tensor], y: Tensor, heads: int, class_only: bool = False
+    own: Group, y: Tensor, heads: int, class_only: bool = False
 ) -> tuple[Tensor, Tensor, Tensor, Tensor]:
     """Queries, keys and values (M · B, heads, N, D / heads), and the bias (M, D) behind attention.
 
@@ -285,26 +285,26 @@ def _heads(x: Tensor, heads: int) -> Tensor:
     return x.reshape(M * B, N, heads, D // heads).transpose(1, 2)
 
 
-def _merged(own: Mapping[str, Tensor], attended: Tensor, shift: Tensor, like: Tensor) -> Tensor:
+def _merged(own: Group, attended: Tensor, shift: Tensor, like: Tensor) -> Tensor:
     """What the heads found, (M · B, heads, N, D / heads), in the shape of the tokens."""
     return linear(attended.transpose(1, 2).reshape(like.shape), own["attn.proj.weight"], shift)
 
 
-def _own(params: Mapping[str, Tensor], prefix: str) -> Tensors:
+def _own(params: Group, prefix: str) -> Tensors:
     """The parameters of one block, by their names inside it: the same for every block."""
     return {n.removeprefix(prefix): t for n, t in params.items() if n.startswith(prefix)}
 
 
-def _next(params: Mapping[str, Tensor], name: str) -> Tensors:
+def _next(params: Group, name: str) -> Tensors:
     """The norm behind a piece, by the same name for every piece."""
     return {f"next.{part}": params[f"{name}.{part}"] for part in ("weight", "bias")}
 
 
-def _linear(params: Mapping[str, Tensor], name: str, x: Tensor) -> Tensor:
+def _linear(params: Group, name: str, x: Tensor) -> Tensor:
     return linear(x, params[f"{name}.weight"], params[f"{name}.bias"])
 
 
-def _norm(params: Mapping[str, Tensor], name: str, x: Tensor) -> Tensor:
+def _norm(params: Group, name: str, x: Tensor) -> Tensor:
     return layer_norm(x, params[f"{name}.weight"], params[f"{name}.bias"], eps=1e-6)
 
 

@@ -19,7 +19,7 @@ from safetensors.torch import load_file
 from torch import Tensor
 
 from fedharmony.errors import ConfigError, some
-from fedharmony.types import Tensors
+from fedharmony.types import Group, Tensors
 
 
 def load_weights(
@@ -33,14 +33,8 @@ def load_weights(
     Args:
         path: ``.safetensors``; a ``.pth``, ``.pt`` or ``.bin`` file that ``torch.load`` reads
             without unpickling objects; or the original ``.npz``. Tensors may be of half precision.
-        shapes: name and shape of every parameter that is wanted.
+        shapes: name and shape of every parameter that is wanted, in the order of the result.
         grid: rows and columns of patches of the images to come.
-
-    Returns:
-        Float32 tensors on the CPU, one for each name of ``shapes`` and in that order.
-
-    Raises:
-        ConfigError: The file is missing, damaged, or of another architecture.
     """
     path = Path(path).expanduser()
     tensors = {
@@ -116,7 +110,7 @@ def from_jax(arrays: Mapping[str, npt.NDArray[Any]]) -> Tensors:
     return {name: t.contiguous() for name, t in found.items()}
 
 
-def read_weights(path: Path) -> Mapping[str, Tensor]:
+def read_weights(path: Path) -> Group:
     """All tensors of a weights file by name, whatever its format."""
     if not path.is_file():
         raise ConfigError(
@@ -139,7 +133,7 @@ def read_weights(path: Path) -> Mapping[str, Tensor]:
         ) from error
 
 
-def _state_dict(content: Any) -> Mapping[str, Tensor]:
+def _state_dict(content: Any) -> Group:
     """The named tensors of a PyTorch file, which may lie one level down."""
     for key in ("state_dict", "model"):
         if isinstance(content, Mapping) and isinstance(content.get(key), Mapping):

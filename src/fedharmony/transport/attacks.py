@@ -27,15 +27,14 @@ A lie about something that a method does not ask for changes nothing.
 from __future__ import annotations
 
 import math
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, replace
 from functools import cached_property
-from typing import Annotated, Literal, NamedTuple
+from typing import Annotated, Literal
 
 import numpy as np
 import torch
 from annotated_types import Ge, Gt, Le, Lt
-from torch import Tensor
 
 from fedharmony.config import Checked
 from fedharmony.consensus import CORRELATION
@@ -46,7 +45,7 @@ from fedharmony.errors import ConfigError, nearest
 from fedharmony.methods.base import Stage
 from fedharmony.rng import numpy_rng, torch_rng
 from fedharmony.transport.base import Transport
-from fedharmony.types import PARAMS, Failure, Index, Record, Reply, Tensors
+from fedharmony.types import PARAMS, Answers, Index, Messages, Record, Reply, Tensors
 
 #: Kinds with a strength s, and what it is unless set.
 STRENGTHS: Mapping[str, float] = {
@@ -119,26 +118,9 @@ class AttackSettings(Checked):
             )
 
 
-class Situation(NamedTuple):
-    """What a liar knows when it changes its reply."""
-
-    received: Record
-    strength: float
-    generator: torch.Generator
-
-
-Lie = Callable[[Record, Situation], Record]
-
-
 @dataclass(frozen=True)
 class Attack:
-    """Who lies in a run, and how.
-
-    Attributes:
-        settings: kind, share, strength and rounds.
-        clients: all clients that hold images.
-        seed: of the run.
-    """
+    """Who lies in a run, of all clients that hold images, and how."""
 
     settings: AttackSettings = AttackSettings()
     clients: Sequence[int] = ()
@@ -219,101 +201,51 @@ class Lying:
         lies = self._attack.settings.kind == "size" and client in self._attack.liars
         return round(self._attack.strength * size) if lies else size
 
-    def exchange(
-        self, stage: Stage, round: int, messages: Mapping[int, Record]
-    ) -> Iterator[Reply | Failure]:
+    def exchange(self, stage: Stage, round: int, messages: Messages) -> Answers:
         """Replies in the order of messages; those of liars changed."""
         attack, liars = self._attack, self._attack.lying(round, list(messages))
-        lie = LIES.get(attack.settings.kind, _nothing)
         for answer in self._honest.exchange(stage, round, messages):
             if isinstance(answer, Reply) and answer.client in liars:
                 generator = torch_rng(attack.seed, f"lie {stage.name}", round, answer.client)
-                situation = Situation(messages[answer.client], attack.strength, generator)
-                record = lie(answer.record, situation)
+                received, kind = messages[answer.client], attack.settings.kind
+                record = lied(kind, answer.record, received, attack.strength, generator)
                 examples = self._claim(answer.client, answer.examples)
                 # Whether its numbers are finite is the server's to find out.
                 answer = replace(answer, record=record, examples=examples, finite=None)
             yield answer
 
 
-def _nothing(reply: Record, situation: Situation) -> Record:
-    """Says the truth: the lie is in the labels, or in the number of images."""
-    return reply
-
-
-def _about_model(change: Callable[[Tensors, Tensors, Situation], Tensors]) -> Lie:
-    """A lie about the model, from the received parameters and the update: new parameters."""
-
-    def lie(reply: Record, situation: Situation) -> Record:
-        trained, received = reply.get(PARAMS), situation.received.get(PARAMS)
-        if not trained:
-            return reply
-        update = {name: tensor - received[name] for name, tensor in trained.items()}
-        return reply.replace({PARAMS: change(dict(received), update, situation)})
-
-    return lie
-
-
-def _along(received: Tensors, update: Tensors, factor: float) -> Tensors:
-    """θ + factor · u."""
-    return {name: received[name] + factor * u for name, u in update.items()}
-
-
-def _filled(received: Tensors, value: float) -> Tensors:
-    """One and the same value everywhere."""
-    return {name: torch.full_like(tensor, value) for name, tensor in received.items()}
-
-
-def _noise(received: Tensors, update: Tensors, situation: Situation) -> Tensors:
-    """θ + u + s·rms(u)·ε."""
-    squares = sum(float(u.double().square().sum()) for u in update.values())
-    rms = math.sqrt(squares / sum(u.numel() for u in update.values()))
-    return {
-        name: received[name]
-        + u
-        + situation.strength * rms * torch.randn(u.shape, generator=situation.generator).to(u)
-        for name, u in update.items()
-    }
-
-
-def _about_correlation(change: Callable[[Tensor, Situation], Tensor]) -> Lie:
-    """A lie about R_k, its upper triangle."""
-
-    def lie(reply: Record, situation: Situation) -> Record:
-        told = reply.get(CORRELATION)
-        if not told:
-            return reply
-        return reply.replace({CORRELATION: {**told, "upper": change(told["upper"], situation)}})
-
-    return lie
-
-
-def _turned_sums(reply: Record, situation: Situation) -> Record:
-    """The sums of images that have exactly the labels that the liar's have not."""
-    sums, s = reply.get(SUMS), situation.strength
-    if not sums:
-        return reply
-    cross = sums["cross"]
-    everything = unpack_upper(sums["gram"], cross.shape[-1])[..., -1]  # Σ f̃, for all labels alike
-    return reply.replace({SUMS: {"gram": s * sums["gram"], "cross": s * (everything - cross)}})
-
-
-#: What liars do to their replies.
-LIES: Mapping[str, Lie] = {
-    "not_a_number": _about_model(
-        lambda theta, u, how: {n: t * torch.nan for n, t in theta.items()}
-    ),
-    "infinite": _about_model(
-        lambda theta, u, how: {n: t * 0 + torch.inf for n, t in theta.items()}
-    ),
-    "sign_flip": _about_model(lambda theta, u, how: _along(theta, u, -how.strength)),
-    "scale": _about_model(lambda theta, u, how: _along(theta, u, how.strength)),
-    "noise": _about_model(_noise),
-    "free_rider": _about_model(lambda theta, u, how: theta),
-    "correlation_ones": _about_correlation(lambda r, how: torch.ones_like(r)),
-    "correlation_random": _about_correlation(
-        lambda r, how: (2 * torch.rand(r.shape, generator=how.generator) - 1).to(r)
-    ),
-    "correlation_negated": _about_correlation(lambda r, how: -r),
-    "head_sums": _turned_sums,
-}
+def lied(
+    kind: str, reply: Record, received: Record, strength: float, generator: torch.Generator
+) -> Record:
+    """What a liar sends: its reply, with the lie in it if that has anything to lie about."""
+    theta, told, sums = received.get(PARAMS), reply.get(CORRELATION), reply.get(SUMS)
+    update = {name: tensor - theta[name] for name, tensor in reply.get(PARAMS).items()}
+    model: Tensors = {}
+    match kind:
+        case "not_a_number":
+            model = {n: theta[n] * torch.nan for n in update}
+        case "infinite":
+            model = {n: theta[n] * 0 + torch.inf for n in update}
+        case "sign_flip":
+            model = {n: theta[n] - strength * u for n, u in update.items()}
+        case "scale":
+            model = {n: theta[n] + strength * u for n, u in update.items()}
+        case "free_rider":
+            model = {n: theta[n] for n in update}
+        case "noise" if update:
+            squares = sum(float(u.double().square().sum()) for u in update.values())
+            scale = strength * math.sqrt(squares / sum(u.numel() for u in update.values()))
+            drawn = {n: torch.randn(u.shape, generator=generator) for n, u in update.items()}
+            model = {n: theta[n] + u + scale * drawn[n].to(u) for n, u in update.items()}
+        case "head_sums" if sums:  # of images that have exactly the labels that the liar's have not
+            gram, cross = sums["gram"], sums["cross"]
+            everything = unpack_upper(gram, cross.shape[-1])[..., -1]  # Σ f̃, for all labels alike
+            turned = {"gram": strength * gram, "cross": strength * (everything - cross)}
+            return reply.replace({SUMS: turned})
+        case "correlation_ones" | "correlation_random" | "correlation_negated" if told:
+            true, drawn_r = told["upper"], torch.rand(told["upper"].shape, generator=generator)
+            lies = {"ones": torch.ones_like(true), "random": (2 * drawn_r - 1).to(true)}
+            upper = lies.get(kind.removeprefix("correlation_"), -true)
+            return reply.replace({CORRELATION: {**told, "upper": upper}})
+    return reply.replace({PARAMS: model}) if model else reply

@@ -2,11 +2,11 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Mapping
+from collections.abc import Mapping
 from typing import Protocol
 
 from fedharmony.methods.base import Stage
-from fedharmony.types import Failure, Record, Reply
+from fedharmony.types import Answers, Failure, Messages, Reply
 
 
 class Transport(Protocol):
@@ -32,7 +32,21 @@ class Transport(Protocol):
     def sizes(self) -> Mapping[int, int]:
         """Number of images of each client, by its id. It may grow between rounds."""
 
-    def exchange(
-        self, stage: Stage, round: int, messages: Mapping[int, Record]
-    ) -> Iterator[Reply | Failure]:
+    def exchange(self, stage: Stage, round: int, messages: Messages) -> Answers:
         """One reply or failure per message, in the order of ``messages``."""
+
+
+def answers(transport: Transport, stage: Stage, round: int, messages: Messages) -> Answers:
+    """One answer of each client that was asked; a reply of anybody else is a failure, as is none.
+
+    A transport to other hosts passes on what it gets: whoever calls it must not trust it.
+    """
+    waiting = set(messages)
+    for answer in transport.exchange(stage, round, messages):
+        if isinstance(answer, Reply) and answer.client not in waiting:
+            reason = "it was not asked, or has answered already"
+            answer = Failure(answer.client, stage.name, round, reason)
+        waiting.discard(answer.client)
+        yield answer
+    for client in sorted(waiting):
+        yield Failure(client, stage.name, round, "it did not answer")

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import logging
 import traceback
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Mapping
 from dataclasses import replace
 from pathlib import Path
 
@@ -14,7 +14,7 @@ from fedharmony.engine.cohort import Cohort
 from fedharmony.engine.room import StackRule
 from fedharmony.errors import CheckpointError
 from fedharmony.methods.base import Stage
-from fedharmony.types import Failure, Record, Reply
+from fedharmony.types import Answers, Failure, Messages, Reply
 
 log = logging.getLogger(__name__)
 
@@ -46,9 +46,7 @@ class InProcess:
         self._tick = tick
         self._saved = 0
 
-    def exchange(
-        self, stage: Stage, round: int, messages: Mapping[int, Record]
-    ) -> Iterator[Reply | Failure]:
+    def exchange(self, stage: Stage, round: int, messages: Messages) -> Answers:
         """Train stack after stack, in the order of the messages (largest first fills them best)."""
         done, total = 0, len(messages)
         for members in self._rule.stacks(list(messages), self.sizes):
@@ -64,12 +62,8 @@ class InProcess:
             done += len(members)
 
     def _run(
-        self,
-        stage: Stage,
-        round: int,
-        messages: Mapping[int, Record],
-        tick: Callable[[int, int], None],
-    ) -> Iterator[Reply | Failure]:
+        self, stage: Stage, round: int, messages: Messages, tick: Callable[[int, int], None]
+    ) -> Answers:
         answers: list[Reply | Failure]
         try:
             replies = self.cohort.run(stage, round, messages, tick)
@@ -87,9 +81,7 @@ class InProcess:
             answers = [Failure(next(iter(messages)), stage.name, round, reason)]
         yield from answers
 
-    def _made_finite(
-        self, stage: Stage, round: int, messages: Mapping[int, Record], reply: Reply
-    ) -> Reply:
+    def _made_finite(self, stage: Stage, round: int, messages: Messages, reply: Reply) -> Reply:
         """The reply; of the plain path if the fast one gave values that are not finite."""
         if reply.finite or self.cohort.mode.plain:
             return reply

@@ -13,7 +13,7 @@ from __future__ import annotations
 import atexit
 import json
 import os
-from collections.abc import Iterator, Mapping
+from collections.abc import Mapping
 from dataclasses import asdict, dataclass
 from datetime import timedelta
 
@@ -24,18 +24,12 @@ from fedharmony.engine.checkpoint import from_bytes, header_of, to_bytes
 from fedharmony.errors import ClientLimitError
 from fedharmony.methods.base import Stage
 from fedharmony.transport.base import Transport
-from fedharmony.types import Failure, Record, Reply
+from fedharmony.types import Answers, Failure, Messages, Record, Reply
 
 
 @dataclass(frozen=True)
 class ProcessGroup:
-    """The processes of a run.
-
-    Attributes:
-        rank: which of them this one is; rank 0 writes, evaluates and prints.
-        size: how many there are.
-        local_rank: which one on this host.
-    """
+    """The processes of a run: which one this is, of how many, and which one on this host."""
 
     rank: int = 0
     size: int = 1
@@ -85,9 +79,7 @@ class Processes:
         self._own, self._group, self._device = own, members, device
         self.sizes: Mapping[int, int] = own.sizes
 
-    def exchange(
-        self, stage: Stage, round: int, messages: Mapping[int, Record]
-    ) -> Iterator[Reply | Failure]:
+    def exchange(self, stage: Stage, round: int, messages: Messages) -> Answers:
         """Train this process's clients, then pass every answer around, in client order."""
         size, rank = self._group.size, self._group.rank
         mine = {k: message for k, message in messages.items() if k % size == rank}

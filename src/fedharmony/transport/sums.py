@@ -12,28 +12,20 @@ process) that could look at what it adds. What goes into ``aggregate`` is the sa
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Mapping
 from dataclasses import dataclass
 from typing import Protocol, runtime_checkable
 
 from fedharmony.aggregate import added
 from fedharmony.methods.base import Stage
-from fedharmony.transport.base import Transport
-from fedharmony.types import Failure, Packed, Record, Reply
-
-_Form = dict[tuple[str, str], tuple[int, ...]]
+from fedharmony.transport.base import Transport, answers
+from fedharmony.types import Failure, Messages, Record, Reply, shapes_of
 
 
 @dataclass(frozen=True)
 class Total:
-    """The sum of a cohort's shares.
+    """The sum of a cohort's shares, float64, or none; who is in it, and who is not, and why.
 
-    Attributes:
-        record: Σ of all shares, float64; none if there are none.
-        clients: who is in it: the server knows whom it asked, and who answered.
-        failures: who is not, and why.
-        nbytes: of all shares together.
-        saved: who was trained again on the plain path.
+    ``nbytes`` are of all shares together; ``saved`` was trained again on the plain path.
     """
 
     record: Record | None
@@ -47,7 +39,7 @@ class Total:
 class Summing(Protocol):
     """A transport that brings back a sum, and no reply."""
 
-    def total(self, stage: Stage, round: int, messages: Mapping[int, Record]) -> Total:
+    def total(self, stage: Stage, round: int, messages: Messages) -> Total:
         """The sum of the shares of all clients that could give one."""
 
 
@@ -62,50 +54,24 @@ class AddedUp:
     def __init__(self, transport: Transport) -> None:
         self._transport = transport
 
-    def total(self, stage: Stage, round: int, messages: Mapping[int, Record]) -> Total:
+    def total(self, stage: Stage, round: int, messages: Messages) -> Total:
         """The sum, in the order of messages, so that it has the same bits every time."""
         total: Record | None = None
-        form: _Form = {}
-        heard: list[Reply] = []
-        failures, nbytes = list[Failure](), 0
-        for answer in self._believed(stage, round, messages):
+        form: object = None
+        clients, saved, failures, nbytes = list[int](), list[int](), list[Failure](), 0
+        for answer in answers(self._transport, stage, round, messages):
             if isinstance(answer, Reply):
-                found = _form(answer.record)
-                form = form or found
-                if found == form:
-                    total = added(total, answer.record)
+                found = {group: shapes_of(t) for group, t in answer.record.groups.items()}
+                if answer.finite is False:
+                    reason = "its share holds a value that is not finite"
+                elif form not in (None, found):
+                    reason = "its share has another form than those before it"
+                else:
+                    form, total = found, added(total, answer.record)
                     nbytes += answer.record.nbytes
-                    heard.append(Reply(answer.client, 0, Record(), saved=answer.saved))
+                    clients.append(answer.client)
+                    saved += [answer.client] if answer.saved else []
                     continue
-                reason = "its share has another form than those before it"
                 answer = Failure(answer.client, stage.name, round, reason)
             failures.append(answer)
-        clients = tuple(reply.client for reply in heard)
-        saved = tuple(reply.client for reply in heard if reply.saved)
-        return Total(total, clients, tuple(failures), nbytes, saved)
-
-    def _believed(
-        self, stage: Stage, round: int, messages: Mapping[int, Record]
-    ) -> Iterator[Reply | Failure]:
-        """Answers of those who were asked, once each; who is silent has failed."""
-        waiting = set(messages)
-        for answer in self._transport.exchange(stage, round, messages):
-            if answer.client in waiting:
-                waiting.discard(answer.client)
-                if isinstance(answer, Reply) and answer.finite is False:
-                    reason = "its share holds a value that is not finite"
-                    answer = Failure(answer.client, stage.name, round, reason)
-                yield answer
-        for client in sorted(waiting):
-            yield Failure(client, stage.name, round, "it did not answer")
-
-
-def _form(record: Record) -> _Form:
-    """Names and shapes of all tensors."""
-    shapes: _Form = {}
-    for group, members in record.groups.items():
-        if isinstance(members, Packed):
-            shapes |= {(group, name): shape for name, shape in members.layout.shapes}
-        else:
-            shapes |= {(group, name): tuple(t.shape) for name, t in members.items()}
-    return shapes
+        return Total(total, tuple(clients), tuple(failures), nbytes, tuple(saved))

@@ -14,13 +14,14 @@ from __future__ import annotations
 
 import functools
 import logging
-from collections.abc import Callable, Mapping
+from collections.abc import Callable
 from typing import Any
 
 import torch
 from torch import Tensor
 
 from fedharmony.models.base import Piece
+from fedharmony.types import Group
 
 log = logging.getLogger(__name__)
 
@@ -96,9 +97,7 @@ class CompiledPiece(Compiled):
         super().__init__(function, backend, dynamic=False)
         self._first: dict[tuple[bool, ...], tuple[int, ...]] = {}
 
-    def __call__(
-        self, own: Mapping[str, Tensor], inputs: Tensor | tuple[Tensor, ...], *options: Any
-    ) -> Any:
+    def __call__(self, own: Group, inputs: Tensor | tuple[Tensor, ...], *options: Any) -> Any:
         """The value of the piece."""
         if self.compiled is not None:
             read = (inputs,) if isinstance(inputs, Tensor) else inputs

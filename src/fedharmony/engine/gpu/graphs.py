@@ -20,8 +20,7 @@ class StepInput(NamedTuple):
     Attributes:
         images: image indices (M, B), −1 for a padding row.
         pixels: the images, where the step does not fetch them itself.
-        draws: random numbers of the method, (M, B, ...) each.
-        changes: random changes of the images, likewise.
+        draws: random numbers of the method, (M, B, ...) each; so are changes of the images.
         final: (M,) 1 for a client in its last epoch, where the step asks for it.
     """
 

@@ -18,8 +18,7 @@ def compiling_pays(elements: int, images: int) -> bool:
     >>> compiling_pays(197 * 192 * 12, 8_000_000), compiling_pays(82 * 192 * 12, 170_000)
     (True, False)
 
-    ``elements`` are the numbers per image that the layers of the backbone hand on, ``images`` those
-    that are trained on in all rounds, repetitions counted.
+    ``elements`` are those of the backbone; ``images`` are counted as often as they are trained on.
     """
     spared = SPARED_SECONDS * elements * images
     pays = spared > COMPILING_SECONDS
