@@ -10,13 +10,10 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, Any
 
 import typer
-from rich.progress import BarColumn, MofNCompleteColumn, TextColumn, TimeRemainingColumn
-from rich.progress import Progress as Bar
 from rich.table import Table
 
-from fedharmony.errors import CheckpointError, ConfigError, DataError, shown
-from fedharmony.reading import fault_of
-from fedharmony.registry import load_plugins
+from fedharmony.cli_options import ConfigArgument, Overrides, Plugins, bar, settings_of, usable
+from fedharmony.errors import CheckpointError, ConfigError, DataError
 from fedharmony.terminal import console, say
 
 if TYPE_CHECKING:
@@ -39,14 +36,6 @@ Changes = Annotated[
     list[str] | None,
     typer.Argument(metavar="[KEY=VALUE]...", help="Settings of the loader, e.g. `year=2012`."),
 ]
-
-
-def usable(given: Any) -> Any:
-    """Refuse names that no file can have before anything is done."""
-    for path in given if isinstance(given, list) else [given]:
-        if path is not None and (fault := fault_of(path)):
-            raise ConfigError(f"{shown(str(path))} cannot be the name of a file: {fault}.")
-    return given
 
 
 def source(name: str, path: Path, changes: Sequence[str] | None) -> Source:
@@ -73,16 +62,13 @@ def source(name: str, path: Path, changes: Sequence[str] | None) -> Source:
 @contextmanager
 def decoding(quiet: bool = False) -> Iterator[Callable[[int, int], None]]:
     """A progress bar on a terminal, visible only while images are decoded."""
-    screen = console(stderr=True)
-    columns = (TextColumn("decoding"), BarColumn(), MofNCompleteColumn(), TimeRemainingColumn())
-    hidden = quiet or not screen.is_terminal
-    with Bar(*columns, console=screen, transient=True, disable=hidden) as bar:
-        task = bar.add_task("decoding", total=None, visible=False)
+    with bar("decoding", quiet) as shown:
+        task = shown.add_task("decoding", total=None, visible=False)
 
         def show(done: int, total: int) -> None:
-            bar.update(task, completed=done, total=total, visible=True, refresh=done == total)
+            shown.update(task, completed=done, total=total, visible=True, refresh=done == total)
             if done == total:  # the line is free for messages until the test images follow
-                bar.reset(task, visible=False)
+                shown.reset(task, visible=False)
 
         yield show
 
@@ -209,20 +195,15 @@ def init(
 
 
 def partition(
-    config: Annotated[str, typer.Argument(metavar="CONFIG", help="TOML file or built-in name.")],
-    overrides: Annotated[
-        list[str] | None, typer.Argument(metavar="[KEY=VALUE | CONFIG]...")
-    ] = None,
+    config: ConfigArgument,
+    overrides: Overrides = None,
     out: Annotated[
         Path | None,
         typer.Option(
             "--out", "-o", callback=usable, help="Folder for table, picture and partition."
         ),
     ] = None,
-    plugin: Annotated[
-        list[Path] | None,
-        typer.Option("--plugin", help="Python file that registers a splitter, … of your own."),
-    ] = None,
+    plugin: Plugins = None,
 ) -> None:
     """Preview a split as table and picture, without training and without decoding an image.
 
@@ -233,17 +214,15 @@ def partition(
     from fedharmony.engine.checkpoint import write_file
     from fedharmony.experiments.folder import RunFolder, make_folder
     from fedharmony.experiments.preview import preview
-    from fedharmony.experiments.settings import load_settings
     from fedharmony.report.split import split_picture
 
-    load_plugins(plugin or ())
     folder = RunFolder(out or Path("runs") / f"{Path(config).stem}-split")
     if folder.holds_run():
         raise CheckpointError(
             f"{folder.path} holds a run, whose partition must stay as it is. Choose another folder "
             "with --out."
         )
-    found = preview(load_settings(config, list(overrides or ())))
+    found = preview(settings_of(config, overrides, plugins=plugin))
     make_folder(folder.path)
     found.partition.save(folder["partition.json"])
     folder.write_json("split_report.json", found.report.as_dict())

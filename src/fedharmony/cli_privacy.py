@@ -7,7 +7,7 @@ from typing import TYPE_CHECKING
 from rich import box
 from rich.table import Table
 
-from fedharmony.cli_options import ConfigArgument, Overrides, Plugins
+from fedharmony.cli_options import ConfigArgument, Overrides, Plugins, settings_of
 from fedharmony.terminal import console, say
 
 if TYPE_CHECKING:
@@ -23,11 +23,8 @@ def privacy(config: ConfigArgument, overrides: Overrides = None, plugin: Plugins
     Example: `fedharmony privacy demo federation.server_sees=sums methods.fedharmony.temperature=1`
     """
     from fedharmony.experiments.disclosure import disclosure
-    from fedharmony.experiments.settings import load_settings
-    from fedharmony.registry import load_plugins
 
-    load_plugins(plugin or ())
-    print_disclosure(disclosure(load_settings(config, overrides or ())))
+    print_disclosure(disclosure(settings_of(config, overrides, plugins=plugin)))
 
 
 def print_disclosure(found: Disclosure) -> None:

@@ -10,7 +10,7 @@ from typing import TYPE_CHECKING, Annotated
 import typer
 from rich.table import Table
 
-from fedharmony.cli_data import usable
+from fedharmony.cli_options import usable
 from fedharmony.errors import CheckpointError, ConfigError
 from fedharmony.terminal import console, say
 
