@@ -94,7 +94,7 @@ def test_every_method_predicts_what_it_was_measured_by(
     settings = RunFolder(here).open()
     assembly = assemble(settings, RunFolder(here)["partition.json"])
     state = RunFolder(here).load_state(settings).state
-    expected = score(assembly, state, assembly.data.test).arrays()[0]
+    expected = score(assembly, state, assembly.data.test.images)
     elsewhere = [Path(shutil.copy(path, tmp_path)) for path in tests]
     shutil.rmtree(tmp_path / "data")
     model = load_model(RunFolder(here), "cpu")

@@ -19,7 +19,6 @@ from typing import Any
 
 import numpy as np
 import numpy.typing as npt
-import torch
 
 from fedharmony.config import built_in_configs, flat, nested
 from fedharmony.data.arrays import data_set, inputs_of, labels_of
@@ -35,7 +34,6 @@ from fedharmony.experiments.compare import (
     rehearse,
     write_index,
 )
-from fedharmony.experiments.evaluate import EVAL_BATCH
 from fedharmony.experiments.folder import RunFolder, folder_name, unused
 from fedharmony.experiments.init import fitting
 from fedharmony.experiments.machine import with_threads
@@ -114,12 +112,7 @@ class Run:
                 f"shape {('N', *inputs.shape)}. Resize them as the training images were, or give "
                 "the paths of image files."
             )
-        chunks = [
-            self.model.scorer(chunk.to(self.model.device)).float().cpu()
-            for chunk in torch.split(inputs.pixels, EVAL_BATCH)
-        ]
-        scores: Array = torch.cat(chunks).numpy()
-        return scores
+        return self.model.scorer.all(inputs, self.model.device)
 
     def _predict_files(self, places: Sequence[Path]) -> Array:
         found = list(predictions(self.model, places))

@@ -16,6 +16,7 @@ import numpy as np
 import numpy.typing as npt
 import torch
 
+from fedharmony.data.base import TensorImages
 from fedharmony.data.cache import decode_in_order
 from fedharmony.data.features import Features
 from fedharmony.data.loose import IMAGE_COLUMNS, find_images
@@ -26,9 +27,6 @@ from fedharmony.files import PARTIAL
 from fedharmony.metrics.multilabel import Doubles
 from fedharmony.models.base import FeatureSpec
 from fedharmony.reading import is_there
-
-#: Feature vectors that are scored at a time.
-BATCH = 1024
 
 
 @dataclass(frozen=True, eq=False)
@@ -101,18 +99,16 @@ class FeatureStream:
             ids, values = source.inputs(str(place), names)
             self.ids += ids if len(places) == 1 else [f"{place}:{id}" for id in ids]
             parts.append(values)
-        self.values = torch.from_numpy(np.concatenate(parts))
+        self.values = TensorImages(torch.from_numpy(np.concatenate(parts)))
 
     def __len__(self) -> int:
         """The number of samples."""
         return len(self.ids)
 
     def __iter__(self) -> Iterator[Prediction]:
-        """Some at a time."""
-        for start in range(0, len(self), BATCH):
-            rows = self.values[start : start + BATCH].to(self.model.device)
-            for i, scores in enumerate(self.model.scorer(rows).cpu().numpy(), start):
-                yield Prediction(self.ids[i], scores)
+        """In the order of the files."""
+        scores = self.model.scorer.all(self.values, self.model.device)
+        yield from map(Prediction, self.ids, scores)
 
 
 def predictions(model: TrainedModel, places: Sequence[Path], column: str = "") -> Stream:

@@ -5,12 +5,18 @@ from __future__ import annotations
 from dataclasses import dataclass
 from functools import cached_property
 
+import numpy as np
+import numpy.typing as npt
 import torch
 from torch import Tensor
 
+from fedharmony.data.base import Images
 from fedharmony.methods.base import Groups, Method
 from fedharmony.models.base import Model
 from fedharmony.types import BUFFERS, FROZEN, PARAMS, Record, Tensors
+
+#: Images that are scored at a time.
+BATCH = 256
 
 
 @dataclass(frozen=True, eq=False)
@@ -50,3 +56,9 @@ class Scorer:
         inputs = self.method.normalise(images, self.message, {})
         outputs = self.model.apply(self.parameters, inputs.unsqueeze(0))[0]
         return self.method.predict(outputs.float(), self.state)
+
+    def all(self, images: Images, device: torch.device) -> npt.NDArray[np.float32]:
+        """Scores (N, C) of all images, some at a time."""
+        batches = torch.split(torch.arange(len(images)), BATCH)
+        scores = [self(images.gather(index, device)).float().cpu() for index in batches]
+        return torch.cat(scores).numpy()

@@ -30,7 +30,7 @@ from torch import Tensor
 
 from fedharmony.config import Checked
 from fedharmony.errors import DataError
-from fedharmony.types import Index, Labels
+from fedharmony.types import Index
 
 Array: TypeAlias = npt.ArrayLike | Tensor
 Bools: TypeAlias = npt.NDArray[np.bool_]
@@ -318,57 +318,6 @@ def beside(pooled: MultiLabelResult, per_client: Sequence[MultiLabelResult]) -> 
     return ClientsResult(pooled, tuple(per_client), mean)
 
 
-class ScoreStore:
-    """Collects batches of scores and targets on the CPU, then evaluates all of them at once.
-
-    Keeps float32 scores and uint8 targets: five bytes per image-label pair (16 MB for COCO). How
-    the images were cut into batches does not change a bit of the result.
-
-    >>> store = ScoreStore()
-    >>> store.add(torch.tensor([[0.9, 0.2]]), torch.tensor([[1, 0]]))
-    >>> store.add(np.array([[0.3, 0.7]]), np.array([[0, 1]]))
-    >>> len(store), store.result().map
-    (2, 1.0)
-    """
-
-    def __init__(self) -> None:
-        self._scores: list[npt.NDArray[np.float32]] = []
-        self._targets: list[Labels] = []
-        self._known: list[Bools | None] = []
-
-    def __len__(self) -> int:
-        return sum(len(batch) for batch in self._scores)
-
-    def add(self, scores: Array, targets: Array, known: Array | None = None) -> None:
-        """Copy one batch of ``(B, C)`` scores and targets; ``known`` as in :func:`evaluate`."""
-        values, positive, mask = checked_arrays(scores, targets, known, first_row=len(self))
-        if self._scores and self._scores[0].shape[1] != values.shape[1]:
-            raise DataError(
-                f"A batch with {values.shape[1]} labels cannot join a store with "
-                f"{self._scores[0].shape[1]}. Use one store per label set."
-            )
-        self._scores.append(np.array(values, np.float32))
-        self._targets.append(positive.astype(np.uint8))
-        self._known.append(None if mask is None else mask.copy())
-
-    def arrays(self) -> tuple[npt.NDArray[np.float32], Labels, Bools | None]:
-        """Scores ``(N, C)``, targets ``(N, C)``, and the mask of known entries if one was given."""
-        if not self._scores:
-            raise DataError("No scores were stored: the test set is empty. Add a batch first.")
-        known = None
-        if any(mask is not None for mask in self._known):
-            pairs = zip(self._known, self._scores, strict=True)
-            known = np.concatenate(
-                [np.ones(s.shape, np.bool_) if m is None else m for m, s in pairs]
-            )
-        return np.concatenate(self._scores), np.concatenate(self._targets), known
-
-    def result(self, options: MetricOptions | None = None) -> MultiLabelResult:
-        """:func:`evaluate` of everything stored."""
-        scores, targets, known = self.arrays()
-        return evaluate(scores, targets, options, known)
-
-
 # ---------------------------------------------------------------------------- average precision
 
 
@@ -534,7 +483,7 @@ def _harmonic_mean(a: Doubles, b: Doubles) -> Doubles:
 
 
 def checked_arrays(
-    scores: Array, targets: Array, known: Array | None, first_row: int = 0
+    scores: Array, targets: Array, known: Array | None
 ) -> tuple[Scores, Bools, Bools | None]:
     """Scores, positives (false where unknown) and the mask, or an error that says what is wrong."""
     values = _as_scores(scores)
@@ -546,13 +495,13 @@ def checked_arrays(
         )
     if values.size == 0:
         raise DataError(f"There is nothing to evaluate: the scores have shape {values.shape}.")
-    _check_scores(values, first_row)
+    _check_scores(values)
     mask = None if known is None else _as_mask(known, values.shape)
     binary = _is_binary(truth)
     if mask is not None:
         binary |= ~mask
     if not binary.all():
-        place = _place(~binary, first_row)
+        place = _place(~binary)
         raise DataError(
             f"Targets must be 0 or 1; {int((~binary).sum())} of {truth.size} are not, the first at "
             f"{place}. Mark entries without a label as not known instead of giving them a value."
@@ -561,25 +510,25 @@ def checked_arrays(
     return values, positive if mask is None else positive & mask, mask
 
 
-def _check_scores(scores: Scores, first_row: int) -> None:
+def _check_scores(scores: Scores) -> None:
     finite = np.isfinite(scores)
     if not finite.all():
         raise DataError(
             f"{int((~finite).sum())} of {scores.size} scores are not finite, the first at "
-            f"{_place(~finite, first_row)}. The model has diverged or its input is damaged; lower "
+            f"{_place(~finite)}. The model has diverged or its input is damaged; lower "
             "the learning rate, or look at that image. Such scores are never replaced by numbers."
         )
     if not (scores.min() >= 0 and scores.max() <= 1):
         outside = (scores < 0) | (scores > 1)
         raise DataError(
             f"Scores must lie in [0, 1]; {int(outside.sum())} of {scores.size} do not, the first "
-            f"at {_place(outside, first_row)}. Apply the sigmoid to logits before evaluating."
+            f"at {_place(outside)}. Apply the sigmoid to logits before evaluating."
         )
 
 
-def _place(bad: Bools, first_row: int) -> str:
+def _place(bad: Bools) -> str:
     row, label = np.unravel_index(int(np.argmax(bad)), bad.shape)
-    return f"row {first_row + row}, label {label}"
+    return f"row {row}, label {label}"
 
 
 def _as_mask(known: Array, shape: tuple[int, ...]) -> Bools:
