@@ -292,10 +292,10 @@ def zip_damage(content: bytearray, kind: str) -> str:
     start = content.index(b"1.jpg")
     if kind == "content":
         content[start + 50] ^= 1
-        return "checksum is wrong"
+        return "Bad CRC-32"
     if kind == "header":
         content[content.rindex(b"PK\x03\x04", 0, start)] ^= 1
-        return "header is damaged"
+        return "Bad magic number"
     entry = content.rindex(b"PK\x01\x02", 0, content.rindex(b"1.jpg"))
     content[entry + 8] |= 1  # the flags
     return "encrypted"

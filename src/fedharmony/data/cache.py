@@ -260,7 +260,7 @@ class _Entry:
         if size > SAID_FROM:
             logger.info("Verifying %s of cached images.", in_bytes(size))
         try:
-            found = _checksums(self.pixels, size)
+            found = _checksums(self.pixels)
         except OSError:
             return False
         wrong = [i for i, pair in enumerate(zip_longest(found, sums)) if len({*pair}) > 1]
@@ -300,23 +300,22 @@ class _Entry:
         self.sidecar.unlink(missing_ok=True)
         advice = "or lower the image size"
         with new_file(self.pixels, size, what, advice) as out:
-            sums = _Checksums()
-            unread = self._decode_into(out, sums, unreadable, workers, progress)
+            unread = self._decode_into(out, unreadable, workers, progress)
+        sums = _checksums(self.pixels)
         about = {
             "settings": self.settings,
             "unread": unread,
             "pillow": pillow_version,
-            "sha256": sums.parts(),
+            "sha256": sums,
         }
         text = json.dumps(about, indent=1).encode()
         with new_file(self.sidecar, len(text), what, advice) as out:
             out.write(text)
-        return self._result(unread, sums.parts())
+        return self._result(unread, sums)
 
     def _decode_into(
         self,
         out: BinaryIO,
-        sums: _Checksums,
         unreadable: Unreadable,
         workers: int,
         progress: Tell | None,
@@ -327,7 +326,6 @@ class _Entry:
         with closing(decode_in_order(self.files, self.resize, workers)) as chunks:
             for pixels, troubles in chunks:
                 out.write(pixels.data)
-                sums.add(pixels)
                 done += len(pixels) + len(troubles)
                 unread += [(i, self.files.name(i), reason) for i, reason in troubles]
                 if unreadable == "error" and len(unread) > PATIENCE:
@@ -341,31 +339,8 @@ class _Entry:
         return unread
 
 
-class _Checksums:
-    """The SHA-256 of every :data:`PART` bytes of what is written, as it is written."""
-
-    def __init__(self) -> None:
-        self._done: list[str] = []
-        self._open, self._filled = hashlib.sha256(), 0
-
-    def add(self, pixels: Pixels) -> None:
-        """Go on with these bytes."""
-        data = pixels.reshape(-1).data
-        while len(data):
-            head, data = data[: PART - self._filled], data[PART - self._filled :]
-            self._open.update(head)
-            self._filled += len(head)
-            if self._filled == PART:
-                self._done.append(self._open.hexdigest())
-                self._open, self._filled = hashlib.sha256(), 0
-
-    def parts(self) -> list[str]:
-        """One checksum per part; the last part may be short."""
-        return [*self._done, self._open.hexdigest()] if self._filled else list(self._done)
-
-
-def _checksums(file: Path, size: int) -> list[str]:
-    """The SHA-256 of every :data:`PART` bytes of a file, on all cores."""
+def _checksums(file: Path) -> list[str]:
+    """The SHA-256 of every :data:`PART` bytes of a file, on all cores; the last may be short."""
 
     def checksum(start: int) -> str:
         with file.open("rb") as stream:
@@ -373,7 +348,7 @@ def _checksums(file: Path, size: int) -> list[str]:
             return hashlib.sha256(stream.read(PART)).hexdigest()
 
     with ThreadPoolExecutor(_cores(), "verify") as pool:
-        return list(pool.map(checksum, range(0, size, PART)))
+        return list(pool.map(checksum, range(0, file.stat().st_size, PART)))
 
 
 #: Images of some files in a row, and index of, and trouble with, those that cannot be read.
