@@ -26,6 +26,11 @@ from fedharmony.report.panel import count, sections, styles
 from fedharmony.report.tables import table_of
 
 _MOST_FAILURES = 40
+#: Parts of the page that not every page has.
+_OPTIONAL = (
+    *("notices", "tiles", "table", "table_keys", "crowned", "glance", "rules", "options"),
+    *("failures", "settings", "environment"),
+)
 _FILES = {
     "config.toml": "all settings, resolved",
     "environment.json": "versions, device, command",
@@ -76,17 +81,22 @@ def write_report(
     return path
 
 
-def render(values: Mapping[str, Any]) -> str:
-    """The page's template, filled."""
+def fill(template: str, values: Mapping[str, Any]) -> str:
+    """A template of this package, filled."""
     environment = Environment(
         loader=PackageLoader("fedharmony.report", ""),
         autoescape=True,
         undefined=StrictUndefined,
         trim_blocks=True,
         lstrip_blocks=True,
+        keep_trailing_newline=True,
     )
-    page = environment.get_template("page.html.j2").render(values)
-    return page if page.endswith("\n") else page + "\n"
+    return environment.get_template(template).render(values)
+
+
+def render(values: Mapping[str, Any]) -> str:
+    """The page; what is not among the values is left out of it."""
+    return fill("page.html.j2", {**dict.fromkeys(_OPTIONAL, ()), **values})
 
 
 def _render(runs: Runs) -> str:
