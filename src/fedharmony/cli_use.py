@@ -68,7 +68,14 @@ def predict(
     and left out; the exit code is then 1.
     """
     from fedharmony.experiments.folder import RunFolder
-    from fedharmony.experiments.predict import predictions, refuse_existing, rule_of, writing
+    from fedharmony.experiments.predict import (
+        csv_header,
+        csv_row,
+        predictions,
+        refuse_existing,
+        rule_of,
+        writing,
+    )
     from fedharmony.experiments.trained import load_model
 
     if csv is not None:
@@ -84,9 +91,10 @@ def predict(
             say(line)
         unread = [prediction for prediction in found if prediction.scores is None]
     else:
-        with writing(csv, model.classes, rule) as writer, bar("predicting", quiet) as shown:
+        with writing(csv) as write, bar("predicting", quiet) as shown:
+            write(csv_header(model.classes))
             for prediction in shown.track(stream, total=len(stream)):
-                writer.add(prediction)
+                write(csv_row(prediction, model.classes, rule))
                 unread += [prediction] if prediction.scores is None else []
         say(f"{len(stream) - len(unread):,} of {len(stream):,} labelled: {csv}")
     for prediction in unread[:NAMED]:

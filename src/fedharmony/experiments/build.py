@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field, replace
 from pathlib import Path
-from typing import TYPE_CHECKING, Any, Protocol
+from typing import TYPE_CHECKING, Any
 
 import numpy as np
 import numpy.typing as npt
@@ -13,6 +13,7 @@ import torch
 
 from fedharmony.data.base import DataSet, Images, LabelledImages, TensorImages, datasets
 from fedharmony.data.cache import MappedImages
+from fedharmony.data.check import Part
 from fedharmony.data.features import moments
 from fedharmony.data.file_source import Content, FileSource
 from fedharmony.engine.cohort import Cohort
@@ -176,22 +177,6 @@ def assemble(
     )
 
 
-class Labelled(Protocol):
-    """Training images of which labels, owners and unknown labels are known, if not their pixels."""
-
-    @property
-    def labels(self) -> Labels:
-        """(N, C) zeros and ones."""
-
-    @property
-    def users(self) -> npt.NDArray[Any] | None:
-        """(N,) the owner of each image."""
-
-    @property
-    def known(self) -> npt.NDArray[np.bool_] | None:
-        """(N, C) whether a label is known; none: all are."""
-
-
 @dataclass(frozen=True)
 class Draft:
     """What is made of labels alone, before the images are read.
@@ -224,8 +209,8 @@ class Contents:
 
     classes: tuple[str, ...]
     input: InputSpec | FeatureSpec
-    train: Labelled
-    test: Labelled
+    train: Part
+    test: Part
 
 
 def contents(settings: Settings, complete: bool = False) -> Contents:
