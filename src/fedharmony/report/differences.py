@@ -31,6 +31,7 @@ from fedharmony.metrics.significance import (
     student_interval,
     wilcoxon_p,
 )
+from fedharmony.report.grid import DASH, signed
 from fedharmony.report.load import Runs, RunView
 
 RESAMPLES = 1000
@@ -38,7 +39,6 @@ RESAMPLES = 1000
 SHORT = ("mAP", "CF1", "OF1")
 #: With fewer pairs than this a reader is warned.
 FEW = 6
-DASH = "–"
 Pair = tuple[RunView, RunView]
 
 
@@ -76,9 +76,10 @@ class Difference:
 
     def cells(self) -> list[str]:
         """As printed: metric, difference, interval, pairs, two p-values."""
-        interval = f"{points(self.low)} … {points(self.high)}" if math.isfinite(self.low) else DASH
+        mean, low, high = (signed(100 * value) for value in (self.mean, self.low, self.high))
+        interval = f"{low} … {high}" if math.isfinite(self.low) else DASH
         won = f"{self.better} of {len(self.pairs)}"
-        return [self.metric, points(self.mean), interval, won, _p(self.p_images), _p(self.p_pairs)]
+        return [self.metric, mean, interval, won, _p(self.p_images), _p(self.p_pairs)]
 
 
 INTERVAL = f"{100 * LEVEL:.0f} % interval"
@@ -180,16 +181,6 @@ class Differences:
                 ("p_pairs", "p_pairs"),
             ):
                 yield kind, method, {d.metric: getattr(d, attribute) for d in row}
-
-
-def points(value: float) -> str:
-    """A difference of fractions in points, with its sign.
-
-    >>> points(0.0123), points(-0.0004), points(-0.02)
-    ('+1.2', '0.0', '−2.0')
-    """
-    text = f"{100 * value:+.1f}"
-    return "0.0" if not text.strip("+-0.") else text.replace("-", "−")
 
 
 def _p(value: float) -> str:

@@ -4,11 +4,12 @@ from __future__ import annotations
 
 import csv
 import io
-from collections.abc import Mapping, Sequence
+import statistics
+from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import asdict, dataclass
 from typing import Any
 
-from fedharmony.report.tables import escape_latex
+DASH = "–"
 
 
 @dataclass(frozen=True)
@@ -61,21 +62,53 @@ class Grid:
 
     def to_latex(self) -> str:
         r"""A ``tabular`` in the style of booktabs."""
-        rows = [" & ".join(map(escape_latex, row)) + r" \\" for row in (self.headings, *self.rows)]
-        return "\n".join(
-            [
-                f"% {self.title}",
-                rf"\begin{{tabular}}{{l{'r' * (len(self.headings) - 1)}}}",
-                r"\toprule",
-                rows[0],
-                r"\midrule",
-                *rows[1:],
-                r"\bottomrule",
-                r"\end{tabular}",
-                *([f"% {self.note}"] if self.note else []),
-                "",
-            ]
-        )
+        table = latex(self.headings, map(latex_row, self.rows), filter(None, [self.note]))
+        return f"% {self.title}\n{table}"
+
+
+def latex(headings: Sequence[str], rows: Iterable[str], notes: Iterable[str]) -> str:
+    """A ``tabular`` in the style of booktabs, with notes as comments below it."""
+    return "\n".join(
+        [
+            rf"\begin{{tabular}}{{l{'r' * (len(headings) - 1)}}}",
+            r"\toprule",
+            latex_row(headings),
+            r"\midrule",
+            *rows,
+            r"\bottomrule",
+            r"\end{tabular}",
+            *(f"% {note}" for note in notes),
+            "",
+        ]
+    )
+
+
+def latex_row(cells: Iterable[str]) -> str:
+    """Cells as they are, as a row of a ``tabular``."""
+    return " & ".join(map(escape_latex, cells)) + r" \\"
+
+
+_LATEX = {
+    "\\": r"\textbackslash{}",
+    "~": r"\textasciitilde{}",
+    "^": r"\textasciicircum{}",
+    "<": r"\textless{}",
+    ">": r"\textgreater{}",
+    "|": r"\textbar{}",
+    "−": "$-$",
+    "…": r"\dots{}",
+    DASH: "--",
+    **{c: f"\\{c}" for c in "&%$#_{}"},
+}
+
+
+def escape_latex(text: str) -> str:
+    r"""Text that LaTeX prints as it is.
+
+    >>> print(escape_latex("50% of a_b & c"))
+    50\% of a\_b \& c
+    """
+    return " ".join("".join(_LATEX.get(c, c) for c in text).split())
 
 
 def signed(value: float, digits: int = 1) -> str:
@@ -95,9 +128,6 @@ def spread(values: Sequence[float], digits: int = 1) -> str:
     ('2.0 ± 1.4', '2.0', '–')
     """
     if not values:
-        return "–"
-    mean = sum(values) / len(values)
-    if len(values) == 1:
-        return f"{mean:.{digits}f}"
-    variance = sum((value - mean) ** 2 for value in values) / (len(values) - 1)
-    return f"{mean:.{digits}f} ± {variance**0.5:.{digits}f}"
+        return DASH
+    deviation = f" ± {statistics.stdev(values):.{digits}f}" if len(values) > 1 else ""
+    return f"{statistics.fmean(values):.{digits}f}{deviation}"

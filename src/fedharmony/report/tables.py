@@ -37,7 +37,8 @@ from rich.table import Table
 from rich.text import Text
 
 from fedharmony.metrics import METRIC_NAMES
-from fedharmony.report.differences import DASH, HEADINGS, Differences, differences
+from fedharmony.report.differences import HEADINGS, Differences, differences
+from fedharmony.report.grid import DASH, escape_latex, latex, latex_row
 from fedharmony.report.load import Runs, RunView
 
 
@@ -332,12 +333,12 @@ class MetricTable:
         body = render(self.lines)
         if self.baselines:
             body += [r"\midrule", *render(self.baselines)]
-        text = _latex([c.heading for c in self.columns], body, self.notes)
+        text = latex(["Method", *(c.heading for c in self.columns)], body, self.notes)
         if self.differences is None:
             return text
-        rows = [" & ".join(map(escape_latex, row)) + r" \\" for row in self.differences.rows()]
+        rows = map(latex_row, self.differences.rows())
         notes = (self.differences.title, *self.differences.notes)
-        return f"{text}\n{_latex(HEADINGS, rows, notes)}"
+        return f"{text}\n{latex(['Method', *HEADINGS], rows, notes)}"
 
 
 def _markdown(headings: Sequence[str], rows: Iterable[Sequence[str]], notes: Iterable[str]) -> str:
@@ -345,22 +346,6 @@ def _markdown(headings: Sequence[str], rows: Iterable[Sequence[str]], notes: Ite
     lines = [f"| {' | '.join(row)} |" for row in (head, *rows)]
     lines.insert(1, "|:--|" + "--:|" * len(headings))
     return "\n".join([*lines, "", *(f"{_escape_markdown(note)}.  " for note in notes)]).rstrip()
-
-
-def _latex(headings: Sequence[str], body: Iterable[str], notes: Iterable[str]) -> str:
-    return "\n".join(
-        [
-            rf"\begin{{tabular}}{{l{'r' * len(headings)}}}",
-            r"\toprule",
-            " & ".join(map(escape_latex, ["Method", *headings])) + r" \\",
-            r"\midrule",
-            *body,
-            r"\bottomrule",
-            r"\end{tabular}",
-            *(f"% {note}" for note in notes),
-            "",
-        ]
-    )
 
 
 def metric_table(
@@ -448,26 +433,3 @@ def _escape_markdown(text: str) -> str:
     """
     escaped = "".join(f"\\{c}" if c in r"\`*_{}[]<>|#~" else c for c in text)
     return " ".join(escaped.split())
-
-
-_LATEX = {
-    "\\": r"\textbackslash{}",
-    "~": r"\textasciitilde{}",
-    "^": r"\textasciicircum{}",
-    "<": r"\textless{}",
-    ">": r"\textgreater{}",
-    "|": r"\textbar{}",
-    "−": "$-$",
-    "…": r"\dots{}",
-    DASH: "--",
-    **{c: f"\\{c}" for c in "&%$#_{}"},
-}
-
-
-def escape_latex(text: str) -> str:
-    r"""Text that LaTeX prints as it is.
-
-    >>> print(escape_latex("50% of a_b & c"))
-    50\% of a\_b \& c
-    """
-    return " ".join("".join(_LATEX.get(c, c) for c in text).split())
