@@ -96,12 +96,9 @@ class Run:
     def predict(self, images: Any) -> Array:
         """The score of every label, from 0 to 1, for new images.
 
-        Args:
-            images: An array or tensor as :func:`train` takes it; or paths of image files, folders
-                and tables, or of files of features.
-
-        Returns:
-            float32 (N, C), labels in the order of :attr:`classes`.
+        These are an array or tensor as :func:`train` takes it; or paths of image files, folders and
+        tables, or of files of features. The result is float32 (N, C), labels in the order of
+        :attr:`classes`.
         """
         if places := _paths(images):
             return self._predict_files(places)
@@ -125,21 +122,14 @@ class Run:
         return np.stack([p.scores for p in found if p.scores is not None])
 
     def predict_labels(self, images: Any, top: int | None = None) -> list[list[str]]:
-        """The names of the labels that each image is given, the surest first.
-
-        Args:
-            images: As for :meth:`predict`.
-            top: So many labels at most.
-        """
+        """The names of the labels that each image is given, the surest first, ``top`` at most."""
         rule = Rule(self.model.thresholds, top)
         return [[self.classes[i] for i in rule.labels(row)] for row in self.predict(images)]
 
     def evaluate(self, images: Any, labels: Any) -> MultiLabelResult:
         """All metrics on other images, by the run's own metric settings.
 
-        Args:
-            images: As for :meth:`predict`.
-            labels: (N, C) zeros and ones; NaN or −1 where a label is unknown.
+        Labels are (N, C) zeros and ones; NaN or −1 where a label is unknown.
         """
         truth = labels_of(labels)
         return metrics_of(self.predict(images), truth, self.settings.metrics, truth != UNKNOWN)
@@ -266,22 +256,10 @@ def compare(
 ) -> Comparison:
     """Train several methods on several seeds: same data, split and cohorts for all.
 
-    Args:
-        images: As for :func:`train`, and so are the other arguments.
-        labels: Of the images.
-        methods: ``"name"``, ``"name:preset"``, ``"all"``, or ``"central"`` for training in one
-            place.
-        seeds: Of run and initial model.
-        against: Show how far every method lies from this one, with intervals.
-        clients: Who holds which image.
-        rounds: Communication rounds.
-        test: What to test on.
-        classes: The names of the labels.
-        settings: Further settings.
-        out: The folder of the comparison; by default a new one in ``runs``. Runs that it holds
-            already are kept, unfinished ones continued.
-        device: Where to compute.
-        quiet: Print nothing.
+    Arguments are those of :func:`train`, and these: ``methods`` are ``"name"``, ``"name:preset"``,
+    ``"all"``, or ``"central"`` for training in one place; ``seeds`` are of run and initial model;
+    ``against`` names the method from which the distance of all others is shown, with intervals.
+    Runs that the folder ``out`` holds already are kept, unfinished ones continued.
     """
     name, composed, data = _prepare(
         *(images, labels, clients, test, classes, settings, {"run.rounds": rounds}, device)

@@ -173,14 +173,9 @@ def data_set(
     classes: Sequence[str] | None = None,
     clients: Any = None,
 ) -> DataSet:
-    """A data set of arrays.
+    """A data set of arrays; ``test`` are images and labels to test on, or the share held out.
 
-    Args:
-        images: of all images, or of those for training where ``test`` holds others.
-        labels: theirs.
-        test: images and labels to test on, or the share of the images that is held out.
-        classes: label names.
-        clients: who holds which image; an image that nobody holds is not used. None: not said.
+    An image that none of the ``clients`` holds is not used; None: not said who holds which.
     """
     pool, told = _matching(images, labels)
     names = names_of(classes, labels, told.shape[1])

@@ -166,13 +166,7 @@ class MappedImages:
 
 @dataclass(frozen=True, eq=False)
 class Decoded:
-    """What came of a list of image files.
-
-    Attributes:
-        images: The images that could be read, in the order of the files.
-        kept: int64 ``(N,)``, which file each of them is.
-        skipped: Name of, and trouble with, every file that could not be read.
-    """
+    """The images that could be read, which file each of them is, and the trouble with others."""
 
     images: MappedImages
     kept: Index

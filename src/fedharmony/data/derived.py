@@ -44,11 +44,8 @@ def building(folder: Path) -> Iterator[None]:
 def new_file(file: Path, size: int, what: str, advice: str) -> Iterator[BinaryIO]:
     """A file to write that becomes ``file`` when the block ends well, and vanishes otherwise.
 
-    Args:
-        file: Its final path, in a folder that is being :func:`built <building>`.
-        size: The bytes it will have; more than the disk has free is refused.
-        what: What is being written, to begin a sentence.
-        advice: What else to do when the disk is too small.
+    ``what`` is being written, of so many bytes; more than the disk has free is refused, with the
+    ``advice``. The folder is being :func:`built <building>`.
     """
     folder = file.parent
     free = shutil.disk_usage(folder).free

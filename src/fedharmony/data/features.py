@@ -179,12 +179,8 @@ class Features(Source):
     def inputs(self, path: str, names: Sequence[str]) -> tuple[list[str], Values]:
         """Names and feature vectors of the samples of a file, which needs no labels.
 
-        Args:
-            path: The file.
-            names: The features, in their order. A table has a column for each, and may have more.
-
-        Returns:
-            The samples' ids, or else their numbers from 1 on; float32 ``(N, F)``.
+        A table has a column for each of the features ``names``, and may have more. Samples without
+        an id are called by their numbers from 1 on.
         """
         content = self._content(path, "path", ("X",))
         if isinstance(content, Sheet):
@@ -389,17 +385,9 @@ class Features(Source):
 
 @dataclass(frozen=True, eq=False)
 class Samples:
-    """The samples of a file.
+    """The samples of a file: values ``(N, F)`` with labels, :data:`UNKNOWN` where one is unknown.
 
-    Attributes:
-        where: The file.
-        features: F names.
-        classes: C names.
-        values: float32 ``(N, F)``.
-        labels: uint8 ``(N, C)``, :data:`UNKNOWN` where a label is unknown.
-        ids: N names, if they have any.
-        users: ``(N,)``, if they have owners.
-        splits: What the split column means, if there is one.
+    Ids, users and the meaning of the split column are None where there are none.
     """
 
     where: str

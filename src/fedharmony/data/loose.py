@@ -47,12 +47,8 @@ class LooseImages:
 def find_images(places: Sequence[Path], columns: Sequence[str] = IMAGE_COLUMNS) -> LooseImages:
     """The images that files, folders (with all below them) and tables name, in that order.
 
-    Args:
-        places: An image, a folder, or a table (CSV or Parquet) of paths, relative to its folder.
-        columns: Names of the table's column of paths; the first that is there counts.
-
-    Raises:
-        DataError: There is no such place, or it holds no image.
+    Tables are CSV or Parquet files with paths relative to their folder, in the first of ``columns``
+    that is there. A place that is not there or holds no image is a DataError.
     """
     found: list[Path] = []
     for place in places:

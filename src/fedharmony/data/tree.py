@@ -249,11 +249,7 @@ class Tree:
 
     Names are POSIX paths below the data set's own top: ``VOC2012/JPEGImages/2008_000002.jpg``,
     ``annotations/instances_train2014.json``. Where several places have a file of the same name, the
-    first place wins.
-
-    Args:
-        stores: The places, in the order of the search.
-        hidden: Names left out of the list of the top: what holds the files is not one of them.
+    first place wins. What holds the files is ``hidden`` from the list of the top.
     """
 
     def __init__(self, stores: Sequence[Store], hidden: Sequence[str] = ()) -> None:

@@ -135,11 +135,8 @@ def assemble(
 ) -> Assembly:
     """Build data, split, model and method; whatever does not fit is refused here.
 
-    Args:
-        settings: all of them.
-        partition_file: the split; none takes the one that the settings say.
-        data: as loaded before; none loads them.
-        observe: is told of images that are decoded.
+    The split is read from ``partition_file``, or is the one that the settings say. ``data`` saves
+    loading them; ``observe`` is told of images that are decoded.
     """
     device = choose_device(settings.engine.device)
     if data is None:
@@ -181,12 +178,7 @@ def assemble(
 class Draft:
     """What is made of labels alone, before the images are read.
 
-    Attributes:
-        partition: who holds which image.
-        clients: what each client trains on.
-        held_out: the training images that take the place of the test set, if any do.
-        for_thresholds: the training images that thresholds are chosen on, if any are.
-        blueprint: the run without its data.
+    ``held_out`` are the training images that take the place of the test set, if any do.
     """
 
     partition: Partition
@@ -198,14 +190,7 @@ class Draft:
 
 @dataclass(frozen=True)
 class Contents:
-    """What a data set holds, less its pixels.
-
-    Attributes:
-        classes: label names.
-        input: what a model of these data is built for.
-        train: labels and owners of the training images.
-        test: those of the test images.
-    """
+    """What a data set holds, less its pixels."""
 
     classes: tuple[str, ...]
     input: InputSpec | FeatureSpec

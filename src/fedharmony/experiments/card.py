@@ -15,13 +15,7 @@ NAMED = 10
 
 
 def model_card(model: TrainedModel, config: Mapping[str, Any], onnx: bool) -> str:
-    """The card as Markdown.
-
-    Args:
-        model: what is exported.
-        config: its ``config.json``.
-        onnx: whether ``model.onnx`` stands beside.
-    """
+    """The card as Markdown, from ``config.json``; ``onnx``: ``model.onnx`` stands beside it."""
     settings, results = model.settings, model.results
     title = f"# {settings.data.common.name}, {len(model.classes)} labels ({results['label']})"
     parts = [

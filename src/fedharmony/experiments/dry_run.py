@@ -18,15 +18,9 @@ from fedharmony.experiments.tune import Search
 
 @dataclass(frozen=True)
 class Group:
-    """Runs that differ in their seed at most, or in values that are tried.
+    """Runs that differ in their seed at most, or in values that are tried; some may be done.
 
-    Attributes:
-        label: the method.
-        runs: how many there are.
-        done: how many of them are finished already.
-        rounds: of each run.
-        parameters: of the model.
-        seconds: that the unfinished ones take, about; none where that is not known.
+    ``seconds`` is about what the others take; none where that is not known.
     """
 
     label: str
@@ -39,14 +33,7 @@ class Group:
 
 @dataclass(frozen=True)
 class Plan:
-    """What a command would do.
-
-    Attributes:
-        folder: where it would write.
-        facts: data, split, model and device in words, by their names.
-        groups: the runs.
-        warnings: what should be known before it begins.
-    """
+    """What a command would do: data, split, model and device in words, its runs, and warnings."""
 
     folder: Path
     facts: dict[str, str]

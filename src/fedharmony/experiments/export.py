@@ -46,13 +46,7 @@ ONNX_PACKAGES = ("onnx", "onnxruntime", "onnxscript")
 
 @dataclass(frozen=True, eq=False)
 class Form:
-    """A model as timm, or as this package, has it.
-
-    Attributes:
-        tensors: by name.
-        timm: what timm makes it of (``config.json``); none where timm cannot.
-        reason: why not.
-    """
+    """A model as timm has it (``config.json`` says how), or else as this package has, and why."""
 
     tensors: Tensors
     timm: dict[str, Any] | None = None
@@ -60,13 +54,7 @@ class Form:
 
 
 def export(model: TrainedModel, out: Path, onnx: bool = False) -> list[Path]:
-    """Write the model into a new folder; returns the files. Nothing is written if a check fails.
-
-    Args:
-        model: of a finished run.
-        out: a folder that is empty or not there.
-        onnx: write ``model.onnx``, too.
-    """
+    """Write the model into a new folder; returns the files. Nothing is written if a check fails."""
     refuse_filled(out)
     if onnx:
         refuse_missing_packages()

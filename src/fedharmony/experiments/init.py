@@ -92,11 +92,7 @@ class Proposal:
 
 
 def propose(path: Path) -> Proposal:
-    """A config that fits the data at ``path``.
-
-    Raises:
-        DataError: There is no table and no file of features, or what is there cannot be used.
-    """
+    """A config that fits the data at ``path``; data that cannot be used are a DataError."""
     file = find(path)
     if file.suffix.lower() in TABLES and (columns := Columns.read(file)).images is not None:
         return _for_images(file, columns)

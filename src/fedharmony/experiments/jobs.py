@@ -44,11 +44,9 @@ _context = multiprocessing.get_context("spawn")  # a process that uses CUDA cann
 
 
 class Workers:
-    """Processes that carry out runs; inside a ``with`` block, which ends them.
+    """At most so many processes that carry out runs; inside a ``with`` block, which ends them.
 
-    Args:
-        jobs: how many there are at most.
-        devices: their devices, in turn; none leaves it to the settings.
+    They take the devices in turn; without any, it is left to the settings.
     """
 
     def __init__(self, jobs: int, devices: Sequence[str] = ()) -> None:
@@ -79,8 +77,7 @@ class Workers:
     ) -> list[Results]:
         """Carry out all runs; ``observer(i, run)`` gives the observer of the i-th run.
 
-        Raises:
-            RunsFailedError: when all others are done, if some runs failed.
+        Where some failed, a RunsFailedError says so when all others are done.
         """
         found = {i: done for i, run in enumerate(runs) if (done := run.results)}
         waiting = deque(i for i in range(len(runs)) if i not in found)

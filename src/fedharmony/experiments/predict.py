@@ -34,13 +34,7 @@ Scores: TypeAlias = npt.NDArray[np.float32]
 
 @dataclass(frozen=True, eq=False)
 class Prediction:
-    """What the model says of one image.
-
-    Attributes:
-        name: of the image, as it was given.
-        scores: float32 ``(C,)``; None for an image that cannot be read.
-        trouble: why it cannot.
-    """
+    """What the model says of one image; or the ``trouble`` with one that cannot be read."""
 
     name: str
     scores: Scores | None
@@ -51,9 +45,7 @@ class Prediction:
 class Stream:
     """Predictions that come one by one, of which the number is known.
 
-    Attributes:
-        names: of the images.
-        found: the scores of each, or why it cannot be read.
+    ``found`` has the scores of each image, or why it cannot be read.
     """
 
     names: Sequence[str]
@@ -71,12 +63,9 @@ class Stream:
 
 
 def predictions(model: TrainedModel, places: Sequence[Path], column: str = "") -> Stream:
-    """The predictions of what files, folders and tables hold.
+    """The predictions for images, folders and tables of paths; or for files of features.
 
-    Args:
-        model: of a finished run.
-        places: images, folders and tables of paths; for a model of feature vectors, files of those.
-        column: of the paths in tables; empty for the run's own, or a usual name.
+    ``column`` is that of the paths in tables; empty for the run's own, or a usual name.
     """
     own, input = model.settings.data.own, model.facts.input
     if isinstance(input, FeatureSpec):
@@ -114,12 +103,7 @@ def _of_vectors(model: TrainedModel, input: FeatureSpec, places: Sequence[Path])
 
 @dataclass(frozen=True, eq=False)
 class Rule:
-    """Which labels an image is given.
-
-    Attributes:
-        thresholds: ``(C,)``, what the score of a label must reach.
-        top: at most so many labels, those with the highest scores; none sets no limit.
-    """
+    """Which labels an image is given: those that reach their thresholds, ``top`` at most."""
 
     thresholds: Doubles
     top: int | None = None
@@ -138,10 +122,8 @@ class Rule:
 def rule_of(model: TrainedModel, threshold: str | None, top: int | None) -> Rule:
     """The rule that a user asks for.
 
-    Args:
-        model: whose thresholds "run" means.
-        threshold: a number in [0, 1], or "run"; none means "run" without ``top``, and 0 with it.
-        top: at most so many labels.
+    ``threshold`` is a number in [0, 1], or "run" for the thresholds of the run; none means "run"
+    without ``top``, and 0 with it.
     """
     if top is not None and top < 1:
         raise ConfigError(f"--top {top} must be at least 1.")

@@ -397,12 +397,8 @@ class Settings:
 class Choice(Generic[Common, Own]):
     """A section that chooses a component by its name.
 
-    Attributes:
-        kind: what is chosen.
-        common: the settings that all components of the section share.
-        own: a component's own settings, by its name.
-        names: of all components.
-        instead: shared settings that take the component's place.
+    Some of its settings are common to all components, others a component's ``own``, by its name.
+    Shared settings may stand ``instead`` of a component.
     """
 
     kind: str
@@ -551,10 +547,7 @@ def _check_grid(name: str, grid: Mapping[str, Any], common: Mapping[str, Any]) -
 class Layer:
     """Settings from one place; they come on top of the layers before.
 
-    Attributes:
-        name: the place, for people.
-        tree: what is set.
-        removed: dotted names that are taken away from the layers before.
+    ``removed`` are dotted names that are taken away from the layers before.
     """
 
     name: str
@@ -565,9 +558,7 @@ class Layer:
 def load_settings(source: str | Path, changes: Sequence[str] = ()) -> Settings:
     """Settings from a TOML file, or from a built-in one by its name (``demo``).
 
-    Args:
-        source: the file, or the name.
-        changes: ``section.key=value``, or further files (or names), whose settings come on top.
+    ``changes`` are ``section.key=value``, or further files (or names), whose settings come on top.
     """
     return compose(combine(layers_of(source, changes))[0])
 
@@ -605,13 +596,9 @@ def _without(tree: Tree, names: Sequence[str]) -> Tree:
 
 
 def _without_others(below: Tree, top: Tree, result: Tree, layer: str) -> Tree:
-    """``below`` without what it says of components that the layer on top does not choose.
+    """``below`` without what it says of components that the layer on top of it does not choose.
 
-    Args:
-        below: the layers so far.
-        top: the next layer.
-        result: both together.
-        layer: the next layer's name, for the line that says what goes.
+    ``result`` is both together; what goes is logged in the name of the ``layer``.
     """
     kept = dict(below)
     for name, choice in COMPONENTS.items():

@@ -26,13 +26,7 @@ INDEX = "sweep.json"
 
 @dataclass(frozen=True)
 class Point:
-    """One combination of values, and the comparison that is made of it.
-
-    Attributes:
-        values: the text of each value, by setting.
-        folder: of the comparison.
-        runs: its runs.
-    """
+    """One combination of values, as text by setting, and the comparison that is made of it."""
 
     values: Mapping[str, str]
     folder: Path

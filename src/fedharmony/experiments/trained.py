@@ -40,15 +40,7 @@ VECTORS = ("mean", "std", "names")
 
 @dataclass(frozen=True, eq=False)
 class TrainedModel:
-    """The final model of a finished run.
-
-    Attributes:
-        settings: of the run.
-        facts: labels and inputs.
-        scorer: images to scores.
-        results: of the run.
-        device: where it computes.
-    """
+    """The final model of a finished run."""
 
     settings: Settings
     facts: Facts

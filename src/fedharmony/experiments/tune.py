@@ -55,15 +55,10 @@ class Choice:
 
 @dataclass(frozen=True)
 class BestSettings:
-    """The best settings of one method.
+    """The best settings of one method: learning rate, and what was searched, in its order.
 
-    Attributes:
-        method: its name.
-        lr: best learning rate.
-        choices: its settings that were searched, in their order.
-        score: the best score.
-        start: the score at the configured learning rate and the method's defaults, if tried.
-        edges: settings whose best value lies at the end of its grid.
+    ``start`` is the score at the configured learning rate and the method's defaults, if tried;
+    ``edges`` are the settings whose best value lies at the end of its grid.
     """
 
     method: str

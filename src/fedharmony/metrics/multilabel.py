@@ -85,16 +85,9 @@ class MetricOptions(Checked):
 class MultiLabelResult:
     """The eight metrics as fractions (not per cent, not rounded), and what they are made of.
 
+    The name O-mAP is the paper's; it is one average precision (micro), not a mean.
+
     Attributes:
-        map: Mean over labels of average precision (macro).
-        o_map: Average precision of the single list of all image-label pairs (micro). The name
-            O-mAP is the paper's; it is one average precision, not a mean.
-        cp: Mean precision over labels.
-        cr: Mean recall over labels.
-        cf1: Harmonic mean of ``cp`` and ``cr``.
-        op: Precision over all pairs.
-        or_: Recall over all pairs.
-        of1: Harmonic mean of ``op`` and ``or_``.
         per_label_ap: ``(C,)``; nan for a label without positives.
         per_label_precision: ``(C,)``; 0 for a label that is never predicted.
         per_label_recall: ``(C,)``; 0 for a label without positives.

@@ -185,15 +185,7 @@ def _of_bins(bins: Tensor, classes: int, threshold: float) -> tuple[npt.NDArray[
 
 @dataclass(frozen=True, eq=False)
 class Pooled:
-    """All parts of a test set as one table that has the same metrics, row by row no image.
-
-    Attributes:
-        images: how many there are.
-        scores: float32 ``(R, C)``.
-        labels: uint8 ``(R, C)``.
-        known: ``(R, C)``.
-        exact: whether no score was rounded.
-    """
+    """All parts of a test set as one table that has the same metrics, row by row no image."""
 
     images: int
     scores: npt.NDArray[np.float32]

@@ -29,19 +29,9 @@ _ROUNDING = 1e-12
 class StructureResult:
     """Predicted against true label correlations (see :func:`structure_metrics`).
 
-    Attributes:
-        soft_rmse: Root mean squared difference of soft and true entries.
-        soft_pearson: Pearson correlation of soft and true entries.
-        soft_mean_abs: Mean absolute soft entry.
-        hard_rmse: As ``soft_rmse``, for thresholded predictions.
-        hard_pearson: As ``soft_pearson``, for thresholded predictions.
-        hard_mean_abs: As ``soft_mean_abs``, for thresholded predictions.
-        true_mean_abs: Mean absolute true entry, to compare the two above with.
-        n_pairs: Pairs of labels behind each number.
-        soft_matrix: ``(C, C)`` soft correlations of the scores.
-        hard_matrix: ``(C, C)`` φ of the thresholded predictions, 0 where a prediction is constant.
-        true_matrix: ``(C, C)`` φ of the labels, 0 where a label is constant.
-        defined_matrix: ``(C, C)``, for which pairs the true labels have a φ.
+    Numbers of the soft entries, of the hard ones (of thresholded predictions), and of how many
+    pairs; then the matrices ``(C, C)``. Hard and true entries are 0 where a prediction or label is
+    constant; ``defined_matrix`` says for which pairs the true labels have a φ.
     """
 
     soft_rmse: float

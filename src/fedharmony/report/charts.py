@@ -240,15 +240,9 @@ def dots(
 ) -> Picture:
     """Named rows with dots on one axis; what lies far outside is shown at the edge, in figures.
 
-    Args:
-        title: What is drawn.
-        rows: From top to bottom.
-        ends: Ends of the axis; None fits them to the values (see :func:`span`).
-        least: The shortest axis, in the unit of the values.
-        line_at: Where an upright line stands.
-        spacing: Pixels from row to row.
-        whole: Whether only whole numbers are written along the axis.
-        note: Text beneath the figure.
+    The axis reaches from end to end of ``ends``, or is fitted to the values (:func:`span`) and no
+    shorter than ``least``. ``line_at`` is the place of an upright line, ``spacing`` the pixels from
+    row to row; with ``whole`` only whole numbers are written along the axis.
     """
     fitted = [row for row in rows if row.fits] or rows
     values = [v for row in fitted for _, v in (*row.dots, *row.strokes) if math.isfinite(v)]

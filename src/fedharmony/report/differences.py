@@ -50,8 +50,7 @@ class Difference:
         method: The method's display name.
         metric: The metric's name.
         pairs: The difference of each pair of runs.
-        low: Lower end of the interval of the mean difference; nan if unknown.
-        high: Upper end.
+        low, high: Ends of the interval of the mean difference; nan if unknown.
         p_images: p of the paired bootstrap, corrected by Holm over the methods; nan without it.
         p_pairs: p of Wilcoxon's signed-rank test over pairs, corrected likewise.
     """

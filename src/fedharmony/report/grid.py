@@ -14,13 +14,7 @@ DASH = "–"
 
 @dataclass(frozen=True)
 class Grid:
-    """A table.
-
-    Attributes:
-        title: what it is of.
-        headings: of the columns; the first names the rows.
-        rows: cells as printed.
-        note: what a reader must know.
+    """A table of cells as printed; the first heading names the rows.
 
     >>> print(Grid("Sums", ("a", "b"), (("1", "2"),)).to_markdown())
     | a | b |

@@ -304,10 +304,8 @@ class RunView:
     def curve(self, group: str, key: str) -> dict[int, float]:
         """A number by round (1-based), from evaluations (``metrics``, ``structure``) or rounds.
 
-        Args:
-            group: ``"metrics"``, ``"structure"``, ``"log"``, or ``"round"`` for the numbers of the
-                round events themselves.
-            key: Name within the group.
+        A further ``group`` is ``"log"``; ``"round"`` are the numbers of the round events
+        themselves.
         """
         events = self.evaluations if group in ("metrics", "structure") else self.rounds
         places = [(e["round"], e if group == "round" else e.get(group) or {}) for e in events]
@@ -472,11 +470,7 @@ def _read_matrices(path: Path, classes: int) -> dict[str, Array]:
 
 
 def load_run(folder: str | Path) -> RunView:
-    """Read a folder written by ``fedharmony run``, finished or not.
-
-    Raises:
-        CheckpointError: The folder is not a run folder, or a file in it is damaged.
-    """
+    """Read a folder written by ``fedharmony run``, finished or not; else a CheckpointError."""
     folder = Path(folder)
     log = folder / "events.jsonl"
     if not is_file(log) and not is_file(folder / "config.toml"):
@@ -600,13 +594,10 @@ def _read_folder(folder: Path) -> _Found:
 def load(source: str | Path | Sequence[str | Path], against: str | None = None) -> Runs:
     """Read run folders and comparison folders that shall stand on one page.
 
-    Runs of the same display name count as seeds of one method. Where two of them have the same
-    seed they cannot be that, so the name of the folder that was given is added to tell them apart.
-
-    Args:
-        source: One folder, or several.
-        against: The method to which differences of all others are shown; if None, the one that a
-            comparison was given, where it is the only folder.
+    Runs of the same display name count as seeds of one method. Where two of them have the same seed
+    they cannot be that, so the name of the folder that was given is added to tell them apart.
+    Differences are shown to the method ``against``; if None, to the one that a comparison was
+    given, where it is the only folder.
 
     Raises:
         ConfigError: There is no such method, or the runs' numbers cannot be compared with it.

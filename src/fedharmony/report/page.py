@@ -53,18 +53,11 @@ _FILES = {
 def write_report(
     source: Runs | str | Path | Sequence[str | Path], out: str | Path | None = None
 ) -> Path:
-    """Write the report of a run folder, a comparison folder, or several of them.
+    """Write the report of a run folder, a comparison folder, or several of them; returns its path.
 
-    Args:
-        source: What :func:`~fedharmony.report.load.load` takes, or has given.
-        out: The file to write; ``report.html`` in the folder (of several: in the folder that
-            holds them all) if None.
-
-    Returns:
-        The path of the page. The file appears complete or not at all.
-
-    Raises:
-        CheckpointError: A folder is not a run, or one of its files is damaged.
+    ``source`` is what :func:`~fedharmony.report.load.load` takes, or has given. The file is
+    ``out``, or ``report.html`` in the folder (of several: in the folder that holds them all); it
+    appears complete or not at all. What cannot be read or written is a CheckpointError.
     """
     runs = source if isinstance(source, Runs) else load(source)
     path = Path(out) if out is not None else runs.home / "report.html"

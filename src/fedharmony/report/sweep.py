@@ -30,12 +30,8 @@ _TICK = 12
 class Swept:
     """A sweep as it was found: comparisons by the values of the settings that differ.
 
-    Attributes:
-        name: of the config.
-        home: the folder.
-        settings: what was varied; the first is the horizontal axis.
-        points: values in the order of the settings, and the runs of each comparison.
-        missing: how many comparisons have no run yet.
+    The first of the settings is the horizontal axis; points have their values in this order. There
+    are ``missing`` comparisons without any run yet.
     """
 
     name: str
@@ -57,11 +53,7 @@ class Swept:
 
 
 def load_sweep(folder: str | Path) -> Swept:
-    """Read a folder written by ``fedharmony sweep``, finished or not.
-
-    Raises:
-        CheckpointError: It is no such folder, none of its runs is there yet, or a file is damaged.
-    """
+    """Read a folder written by ``fedharmony sweep``, finished or not; else a CheckpointError."""
     home = Path(folder)
     index = read_json(home / INDEX, SWEEP)
     if not index:

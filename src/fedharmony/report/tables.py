@@ -44,15 +44,9 @@ from fedharmony.report.load import Runs, RunView
 
 @dataclass(frozen=True)
 class Column:
-    """A quantity of the table.
+    """A quantity of the table: its key in the data and in CSV files, and how it is printed.
 
-    Attributes:
-        key: Name in the data and in CSV files.
-        heading: Printed heading.
-        meaning: One line of explanation.
-        scale: Factor from stored to printed value.
-        digits: Decimals printed.
-        quality: Whether higher is better and the best value is marked.
+    ``scale`` leads from the stored to the printed value; of a ``quality`` the highest is marked.
     """
 
     key: str
@@ -103,13 +97,8 @@ COLUMNS: tuple[Column, ...] = (
 class RunRow:
     """The numbers of one run by column key, unrounded.
 
-    Attributes:
-        label: of its method.
-        seed: of the run.
-        values: by column key.
-        complete: False if it did not end.
-        lost: how often a client failed and was left out of a round.
-        ranked: False if it does not compete.
+    ``complete`` is False if it did not end, ``ranked`` if it does not compete; ``lost`` counts how
+    often a client failed and was left out of a round.
     """
 
     label: str
@@ -169,12 +158,8 @@ def _mark_best(column: Column, cells: Sequence[Cell], ranked: Sequence[bool]) ->
 class MetricTable:
     """The metrics of several methods; build with :func:`metric_table`.
 
-    Attributes:
-        columns: The columns that have values.
-        lines: One line per method, in order.
-        baselines: One line per trivial predictor.
-        runs: The single runs behind the lines.
-        differences: To one of the methods, if asked for.
+    One line per method and one per trivial predictor, with the columns that have values, and the
+    single runs behind them.
     """
 
     columns: tuple[Column, ...]
@@ -351,14 +336,10 @@ def _markdown(headings: Sequence[str], rows: Iterable[Sequence[str]], notes: Ite
 def metric_table(
     rows: Sequence[RunRow], baselines: Mapping[str, Mapping[str, float]] | None = None
 ) -> MetricTable:
-    """Gather runs into a table: runs with the same label are seeds of one method.
+    """Gather runs into a table, and mark the best of each column.
 
-    Args:
-        rows: The runs; methods keep the order in which they first appear.
-        baselines: Metrics of the trivial predictors by name.
-
-    Returns:
-        The table, with the best of each column marked.
+    Runs with the same label are seeds of one method; methods keep the order in which they first
+    appear.
     """
     groups: dict[str, list[RunRow]] = {}
     for row in rows:

@@ -52,11 +52,8 @@ setInterval(look, 2000);
 class RunNow:
     """A run that the SuperLink was asked for.
 
-    Attributes:
-        view: what its folder says.
-        status: running, completed, failed or killed.
-        reason: why it failed.
-        names: of its sites, by client.
+    Its ``status`` is running, completed, failed (for a ``reason``) or killed; ``names`` are those
+    of its sites, by client.
     """
 
     view: RunView
@@ -149,13 +146,7 @@ def _json(file: Path) -> dict[str, Any]:
 
 
 class Watch(ThreadingHTTPServer):
-    """Serves the page.
-
-    Args:
-        link: the SuperLink.
-        port: to listen at; 0 takes a free one.
-        sites: registered sites with their status, if not as Flower says.
-    """
+    """Serves the page at a port (0 takes a free one); ``sites`` stand in for what Flower says."""
 
     daemon_threads = True
 

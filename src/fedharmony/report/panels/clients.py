@@ -71,13 +71,9 @@ def client_picture(
 ) -> Picture:
     """Who holds what: images per client, and below the share of them that carries each label.
 
-    Args:
-        sizes: ``(K,)`` images per client.
-        shares: Share of the images that carry each label, a row for each client or group of
-            clients, largest first (see :func:`fedharmony.partition.report.label_shares`), or None.
-        order: Order of the labels.
-        labels: Label names.
-        clients: Their names, where they have some; of many clients only the first and last is told.
+    ``shares`` has a row for each client or group of clients, largest first (see
+    :func:`fedharmony.partition.report.label_shares`). Of many named clients only the first and the
+    last is told.
     """
     rows = len(order.index) if shares is not None else 0
     named = 0 < rows <= MOST_NAMED and len(labels) == rows

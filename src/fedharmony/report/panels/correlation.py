@@ -119,13 +119,8 @@ def correlation_map(
 ) -> Picture:
     """A label correlation matrix in the given order, clusters framed, diagonal left blank.
 
-    Args:
-        title: What is drawn.
-        matrix: ``(C, C)`` from :func:`off_diagonal`; nan is hatched.
-        order: Order of rows and columns.
-        labels: Names in the order of the matrix.
-        limit: End of the colour scale on both sides of zero.
-        note: Text beneath the figure.
+    The matrix is from :func:`off_diagonal`: nan is hatched. ``limit`` ends the colour scale on both
+    sides of zero.
     """
     size = len(matrix)
     names = [svg.printable(labels[i], 18) for i in order.index] if len(labels) == size else []
