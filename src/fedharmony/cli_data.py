@@ -23,9 +23,11 @@ if TYPE_CHECKING:
     from fedharmony.partition.report import SplitReport
 
 data_app = typer.Typer(
-    no_args_is_help=True, help="Check data sets on disk, and decode their images ahead of a run."
+    name="data",
+    no_args_is_help=True,
+    help="Check data sets on disk, and decode their images ahead of a run.",
 )
-models_app = typer.Typer(no_args_is_help=True, help="Weights of pre-trained models.")
+models_app = typer.Typer(name="models", no_args_is_help=True, help="Weights of pre-trained models.")
 
 Name = Annotated[
     str,

@@ -27,6 +27,7 @@ if TYPE_CHECKING:
     from fedharmony.flower.link import Link, Ordered
 
 flower_app = typer.Typer(
+    name="flower",
     no_args_is_help=True,
     help="Real federations on Flower: a SuperLink, its sites, and runs over them.",
 )

@@ -50,7 +50,8 @@ def stoppable(folder: Path, kept: str, command: str) -> Iterator[None]:
         raise
     except (KeyboardInterrupt, Stopped) as stop:
         say(f"\nStopped. {kept}\n  {command}", err=True)
-        raise typer.Exit(_exit_code(stop)) from None
+        # What a shell expects of a program that a signal ended: 128 and its number.
+        raise typer.Exit(getattr(stop, "code", 128 + signal.SIGINT)) from None
     except Exception as error:
         if _is_output_lost(error):
             raise
@@ -67,11 +68,6 @@ def repeatable(folder: Path) -> AbstractContextManager[None]:
     """What guards a sequence of runs."""
     kept = f"Finished runs and rounds are kept in {folder}; the same command goes on:"
     return stoppable(folder, kept, shlex.join(["fedharmony", *sys.argv[1:]]))
-
-
-def _exit_code(stop: KeyboardInterrupt | Stopped) -> int:
-    """What a shell expects of a program that a signal ended: 128 and its number."""
-    return stop.code if isinstance(stop, Stopped) else 128 + signal.SIGINT
 
 
 @contextmanager

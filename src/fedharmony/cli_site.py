@@ -18,7 +18,9 @@ if TYPE_CHECKING:
     from fedharmony.data.base import LabelledImages
 
 site_app = typer.Typer(
-    no_args_is_help=True, help="A site of a federation: its data, labels and rules stay its own."
+    name="site",
+    no_args_is_help=True,
+    help="A site of a federation: its data, labels and rules stay its own.",
 )
 
 File = Annotated[

@@ -27,7 +27,7 @@ from contextlib import closing
 from dataclasses import asdict, dataclass
 from itertools import zip_longest
 from pathlib import Path
-from typing import Any, BinaryIO, Literal, TypeAlias
+from typing import BinaryIO, Literal, TypeAlias
 
 import numpy as np
 import numpy.typing as npt
@@ -227,20 +227,16 @@ class _Entry:
         self.pixels, self.sidecar = folder / f"{name}.u8", folder / f"{name}.json"
 
     def open(self) -> Decoded | None:
-        """What the entry holds; None when it is missing, damaged, or lacks readable images.
-
-        Settings that are not the ones its name stands for are refused.
-        """
+        """What the entry holds; None when it is missing, damaged, or lacks readable images."""
         try:
             stored = json.loads(self.sidecar.read_bytes())
-            settings = dict(stored["settings"])
+            settings = stored["settings"]
             unread = [(int(i), str(name), str(reason)) for i, name, reason in stored["unread"]]
             sums = [str(checksum) for checksum in stored["sha256"]]
             size = self.pixels.stat().st_size
         except (OSError, ValueError, KeyError, TypeError):
             return None
-        self._refuse_other(settings)
-        if size != self.resize.nbytes(len(self.files) - len(unread)):
+        if settings != self.settings or size != self.resize.nbytes(len(self.files) - len(unread)):
             return None
         # The fingerprint has not changed, but a network disk may have come back.
         if any(isinstance(_attempt(self.files, i, self.resize), np.ndarray) for i, *_ in unread):
@@ -271,19 +267,6 @@ class _Entry:
         identity = hashlib.sha256(f"{len(kept)} {self.resize.size} {sums}".encode()).hexdigest()
         images = MappedImages(self.pixels, len(kept), self.resize.size, identity)
         return Decoded(images, kept, tuple((name, reason) for _, name, reason in unread))
-
-    def _refuse_other(self, settings: dict[str, Any]) -> None:
-        differing = [
-            f"{key} {settings.get(key)!r} instead of {value!r}"
-            for key, value in self.settings.items()
-            if settings.get(key) != value
-        ]
-        if differing:
-            raise DataError(
-                f"The cached images {self.pixels} were made with other settings than their name "
-                f"stands for: {', '.join(differing)}. Delete {self.sidecar}; the images will be "
-                "decoded again."
-            )
 
     def make(self, unreadable: Unreadable, workers: int, progress: Tell | None) -> Decoded:
         """Decode all files; the sidecar comes last and makes the entry valid."""

@@ -46,13 +46,14 @@ from fedharmony.data.table import (
     Header,
     Row,
     RowError,
-    csv_rows,
     label_values,
-    parquet_rows,
+    read_file,
+    refuse_other_width,
     repeated,
+    table_rows,
 )
 from fedharmony.errors import ConfigError, DataError, nearest, shown, some
-from fedharmony.reading import is_file, is_folder, read_regular, user_path
+from fedharmony.reading import is_file, is_folder, user_path
 from fedharmony.types import Index, Labels
 
 Values: TypeAlias = npt.NDArray[np.float32]
@@ -208,25 +209,16 @@ class Features(Source):
             raise DataError(f"{where} is a folder. Set data.{setting} to the file in it.")
         if form not in FORMS:
             raise DataError(f"{where} is no file of features; they end in {', '.join(FORMS)}.")
-        try:
-            data = read_regular(file)
-        except OSError as error:
-            raise DataError(f"{where} cannot be read: {error.strerror}. Check the path.") from None
+        data, advice = read_file(file), "Write the samples into it."
         if not data:
-            raise DataError(f"{where} is empty. Write the samples into it.")
+            raise DataError(f"{where} is empty. {advice}")
         if form == ".npz":
             return _arrays(data, where, arrays)
         if form == ".arff":
             sheet = read_arff(data, where)
-            if found := self.config.label_file or _list_beside(file):
-                sheet = sheet._replace(labels=labels_of_xml(found))
-        else:
-            rows = (csv_rows if form == ".csv" else parquet_rows)(data, where)
-            header = next(rows, None)
-            if header is None:
-                raise DataError(f"{where} is empty. Write the samples into it.")
-            sheet = Sheet(where, header.cells, rows)
-        return sheet
+            found = self.config.label_file or _list_beside(file)
+            return sheet._replace(labels=labels_of_xml(found)) if found else sheet
+        return Sheet(where, *table_rows(data, where, advice))
 
     # -- rows of cells -----------------------------------------------------------------------------
 
@@ -250,7 +242,7 @@ class Features(Source):
         x, y = (_picker([header.places[n] for n in names]) for names in (features, classes))
         for row in sheet.rows:
             try:
-                header.refuse_other_width(row.cells)
+                refuse_other_width(row, header.names)
                 values.extend(_numbers(x(row.cells), features))
                 labels += label_values(y(row.cells), list(classes))
                 for role, i in at.items():
@@ -283,10 +275,7 @@ class Features(Source):
         values, ids = array("f"), list[str]()
         for row in sheet.rows:
             try:
-                if len(row.cells) != len(sheet.names):
-                    raise RowError(
-                        f"there are {len(row.cells):,} cells below {len(sheet.names):,} columns."
-                    )
+                refuse_other_width(row, sheet.names)
                 values.extend(_numbers(pick(row.cells), names))
             except RowError as problem:
                 raise DataError(f"{row.place}: {problem}") from None

@@ -31,8 +31,8 @@ from fedharmony.data.table import (
     TABLES,
     USER_COLUMNS,
     Table,
-    csv_rows,
-    parquet_rows,
+    read_file,
+    table_rows,
 )
 from fedharmony.errors import ConfigError, DataError
 from fedharmony.experiments.blueprint import make_backbone
@@ -43,7 +43,7 @@ from fedharmony.files import write_atomically
 from fedharmony.models.base import FeatureSpec, InputSpec, Model
 from fedharmony.models.heads import LinearHead
 from fedharmony.models.hub import cached
-from fedharmony.reading import is_folder, is_there, read_regular
+from fedharmony.reading import is_folder, is_there
 from fedharmony.rng import torch_rng
 
 LABEL_COLUMNS = ("labels", "label", "tags", "classes")
@@ -136,22 +136,15 @@ class Columns:
     @classmethod
     def read(cls, file: Path) -> Columns:
         """Look at all cells of a table."""
-        try:
-            data = read_regular(file)
-        except OSError as error:
-            raise DataError(f"{file} cannot be read: {error.strerror}. Check the path.") from None
-        read = csv_rows if file.suffix.lower() == ".csv" else parquet_rows
-        rows = read(data, str(file))
-        header = next(rows, None)
-        if header is None:
-            raise DataError(f"{file} is empty.")
-        binary, images = set(header.cells), list(header.cells)
+        advice = "Write a header and the rows into it."
+        header, rows = table_rows(read_file(file), str(file), advice)
+        binary, images = set(header), list(header)
         for row in rows:
-            named = list(zip(header.cells, row.cells, strict=False))
+            named = list(zip(header, row.cells, strict=False))
             binary -= {name for name, cell in named if cell not in CELLS}
             other = {name for name, cell in named if not cell.lower().endswith(IMAGE_ENDINGS)}
             images = [name for name in images if name not in other]
-        return cls(header.cells, images[0] if images else None, binary)
+        return cls(header, images[0] if images else None, binary)
 
     def free(self, *roles: str) -> list[str]:
         """The columns that are neither ids, users, splits nor ``roles``."""

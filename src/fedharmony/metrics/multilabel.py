@@ -202,12 +202,14 @@ def evaluate(
     n_positive = _count(positive)
     n_known = np.full(n_labels, n_images, np.int64) if mask is None else _count(mask)
 
+    every = slice(None) if mask is None else mask
+    pairs, hits = values[every].ravel(), positive[every].ravel()
     ap = _per_label_average_precision(values, positive, mask, options.ap_ties, options.ap_bins)
     precision, recall = _ratio(tp, n_predicted), _ratio(tp, n_positive)
     point = operating_point(tp, n_predicted, n_positive, options)
     return MultiLabelResult(
         map=float(mean_average_precision(ap, options.empty_class)),
-        o_map=_pooled_average_precision(values, positive, mask, options),
+        o_map=average_precision(pairs, hits, ties=options.ap_ties, bins=options.ap_bins),
         cp=float(point["CP"]),
         cr=float(point["CR"]),
         cf1=float(point["CF1"]),
@@ -307,7 +309,7 @@ def beside(pooled: MultiLabelResult, per_client: Sequence[MultiLabelResult]) -> 
     mean = {}
     for name in METRIC_NAMES:
         column = np.array([result.as_dict()[name] for result in per_client])
-        mean[name] = _mean(column[~np.isnan(column)], empty=math.nan)
+        mean[name] = float(_mean_of(column, ~np.isnan(column), empty=math.nan))
     return ClientsResult(pooled, tuple(per_client), mean)
 
 
@@ -368,16 +370,6 @@ def _per_label_average_precision(
                 score_rows[row][kept], positive_rows[row][kept], ties=ties, bins=bins
             )
     return result
-
-
-def _pooled_average_precision(
-    scores: Scores, positive: Bools, known: Bools | None, options: MetricOptions
-) -> float:
-    if known is None:
-        pairs, hits = scores.ravel(), positive.ravel()
-    else:
-        pairs, hits = scores[known], positive[known]
-    return average_precision(pairs, hits, ties=options.ap_ties, bins=options.ap_bins)
 
 
 def mean_average_precision(ap: Doubles, empty: Literal["skip", "zero", "nan"]) -> Doubles:
@@ -456,10 +448,6 @@ def _ratio(
     result = np.full(numerator.shape, undefined)
     np.divide(numerator, denominator, out=result, where=denominator > 0)
     return result
-
-
-def _mean(values: Doubles, *, empty: float) -> float:
-    return float(values.mean()) if values.size else empty
 
 
 def _mean_of(values: Doubles, counted: Bools, *, empty: float) -> Doubles:

@@ -79,10 +79,8 @@ class Part:
         edges = boundaries(threshold)
         counts = torch.zeros(len(self.known), 2, len(edges), dtype=torch.int32)
         for label in range(len(self.known)):
-            place, own = (
-                np.searchsorted(edges, self.scores[self.of_label(label)]),
-                self.of_label(label),
-            )
+            own = self.of_label(label)
+            place = np.searchsorted(edges, self.scores[own])
             for hit in (0, 1):
                 counted = np.bincount(place[self.hits[own] == hit], minlength=len(edges))
                 counts[label, hit] = torch.from_numpy(counted)

@@ -198,6 +198,15 @@ def x_axis(
         drawing.text(middle, y + 27, title, colour=svg.MUTED, anchor="middle")
 
 
+def percent_axes(title: str) -> tuple[Drawing, Scale, Scale]:
+    """A drawing with per cent along both axes, and its scales: up and across."""
+    drawing, ticks = Drawing(250), range(0, 101, 20)
+    up, across = Scale(-2, 102, 214, 6), Scale(-2, 102, 38, svg.WIDTH - 14)
+    y_axis(drawing, up, across.start, across.end, ticks)
+    x_axis(drawing, across, up.start, ticks, title)
+    return drawing, up, across
+
+
 def round_axis(drawing: Drawing, across: Scale, y: float) -> None:
     """Rounds along the bottom of a figure."""
     x_axis(drawing, across, y, [t for t in across.ticks(6, whole=True) if t >= 1], "round")
@@ -303,11 +312,6 @@ def span(values: Sequence[float], least: float) -> tuple[float, float]:
 
 
 # -------------------------------------------------------------------------------- heat maps
-
-
-def frame(drawing: Drawing, left: float, top: float, width: float, height: float) -> None:
-    """The thin frame of every heat map."""
-    drawing.rect(left, top, width, height, fill="none", stroke=svg.GRID, stroke_width=0.8)
 
 
 def column_names(

@@ -82,14 +82,13 @@ def fill(template: str, values: Mapping[str, Any]) -> str:
         undefined=StrictUndefined,
         trim_blocks=True,
         lstrip_blocks=True,
-        keep_trailing_newline=True,
     )
     return environment.get_template(template).render(values)
 
 
 def render(values: Mapping[str, Any]) -> str:
     """The page; what is not among the values is left out of it."""
-    return fill("page.html.j2", {**dict.fromkeys(_OPTIONAL, ()), **values})
+    return fill("page.html.j2", {**dict.fromkeys(_OPTIONAL, ()), **values}) + "\n"
 
 
 def _render(runs: Runs) -> str:

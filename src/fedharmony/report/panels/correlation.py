@@ -8,7 +8,7 @@ from collections.abc import Sequence
 import numpy as np
 
 from fedharmony.report import svg
-from fedharmony.report.charts import MOST_NAMED, Picture, column_names, frame, row_names
+from fedharmony.report.charts import MOST_NAMED, Picture, column_names, row_names
 from fedharmony.report.load import Runs
 from fedharmony.report.order import LabelOrder, label_order
 from fedharmony.report.panel import Panel, Section, count, panels
@@ -134,7 +134,6 @@ def correlation_map(
     if len(pixels) == size:  # otherwise each cell on the diagonal holds other pairs, too
         pixels[np.eye(size, dtype=bool)] = 0
     drawing.image(pixels, left, 4, side, side)
-    frame(drawing, left, 4, side, side)
     for first, end in order.clusters:
         length = step * (end - first)
         place = (left + step * first, 4 + step * first, length, length)
