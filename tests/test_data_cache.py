@@ -272,7 +272,7 @@ def test_damaged_archives_are_named(
     with pytest.raises(DataError, match=rf"Archive .*{name} is damaged.*etch it again"):
         open_tree(path).has(f"{IMAGES}/0.jpg")
     assert not list(own_cache.rglob("*.tar"))
-    assert not list(own_cache.rglob("*.partial"))
+    assert not list(own_cache.rglob(f"*{files.PARTIAL}"))
 
 
 def test_an_archive_that_changes_after_it_was_indexed(tmp_path: Path) -> None:
@@ -708,7 +708,7 @@ def test_an_interruption_leaves_nothing_behind(
 
 def test_leftovers_of_killed_processes_are_removed(own_cache: Path) -> None:
     (own_cache / "images").mkdir(parents=True)
-    (own_cache / "images" / "abc.partial").write_bytes(b"x")
+    (own_cache / "images" / f".abc{files.PARTIAL}").write_bytes(b"x")
     decoded(pictures(2), Resize(4))
     assert left_in(own_cache) == [".json", ".u8"]
 

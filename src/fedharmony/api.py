@@ -53,13 +53,7 @@ Array = npt.NDArray[np.float32]
 
 
 class Run:
-    """A finished run: its results, and the model it ended with.
-
-    Attributes:
-        folder: Where everything about the run is.
-        settings: All settings of the run.
-        results: What ``results.json`` holds.
-    """
+    """A finished run: its folder, its settings and results, and the model it ended with."""
 
     def __init__(self, folder: str | Path, device: str | None = None) -> None:
         self.folder = Path(folder)
@@ -140,12 +134,7 @@ class Run:
 
 
 class Comparison:
-    """Runs of several methods and seeds on the same data.
-
-    Attributes:
-        folder: Where everything about the comparison is.
-        runs: All runs, by method and seed.
-    """
+    """Runs of several methods and seeds on the same data; ``runs`` by method and seed."""
 
     def __init__(self, folder: str | Path, device: str | None = None) -> None:
         self.folder = Path(folder)

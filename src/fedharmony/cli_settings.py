@@ -27,16 +27,10 @@ if TYPE_CHECKING:
     from fedharmony.experiments.dry_run import Plan
 
 
-class Kind(StrEnum):
-    """What ``fedharmony list`` can list."""
-
-    methods = "methods"
-    datasets = "datasets"
-    splitters = "splitters"
-    models = "models"
-    trackers = "trackers"
-    configs = "configs"
-    settings = "settings"
+#: What ``fedharmony list`` can list.
+Kind = StrEnum(
+    "Kind", ["methods", "datasets", "splitters", "models", "trackers", "configs", "settings"]
+)
 
 
 def show(

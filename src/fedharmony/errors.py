@@ -68,13 +68,7 @@ class ClientLimitError(FedHarmonyError):
 
 @dataclass(frozen=True)
 class Failure:
-    """A run that failed.
-
-    Attributes:
-        folder: of the run.
-        reason: in a sentence.
-        details: the trace of what nobody foresaw, else empty.
-    """
+    """A run that failed; ``details`` are the trace of what nobody foresaw, else empty."""
 
     folder: Path
     reason: str
@@ -82,11 +76,7 @@ class Failure:
 
 
 class RunsFailedError(FedHarmonyError):
-    """Some of several runs failed; the others are done.
-
-    Attributes:
-        failures: which runs, and why.
-    """
+    """Some of several runs failed; the others are done."""
 
     def __init__(self, failures: Sequence[Failure]) -> None:
         told = " ".join(f"{failure.folder}: {failure.reason}" for failure in failures)

@@ -17,7 +17,7 @@ from contextlib import contextmanager, suppress
 from datetime import UTC, datetime
 from functools import cache
 from pathlib import Path
-from typing import Any
+from typing import Any, BinaryIO
 
 from fedharmony.errors import CheckpointError
 
@@ -37,18 +37,24 @@ logger = logging.getLogger(__name__)
 
 
 def write_atomically(path: str | Path, data: bytes) -> None:
-    """Write ``data`` to ``path`` in one step; several processes may do so at once.
+    """Write ``data`` to ``path`` in one step; see :func:`replacing`."""
+    with replacing(Path(path)) as file:
+        file.write(data)
 
-    The data go to a temporary file in the same folder, are forced to the disk, and replace the old
-    file. Raises :class:`OSError` when that fails; the old file is then untouched. What dead
-    processes were writing in the folder is removed.
+
+@contextmanager
+def replacing(path: Path) -> Iterator[BinaryIO]:
+    """A file that takes the place of ``path`` when the block ends well, and vanishes otherwise.
+
+    What is written goes to a temporary file in the same folder, is forced to the disk, and replaces
+    the old file in one step; several processes may do so at once. Raises :class:`OSError` when that
+    fails; the old file is then untouched. What dead processes were writing there is removed.
     """
-    path = Path(path)
     remove_leftovers(path.parent)
     handle, temporary = _temporary(path)
     try:
         with os.fdopen(handle, "wb") as file:
-            file.write(data)
+            yield file
             file.flush()
             os.fsync(file.fileno())
             temporary.chmod(0o644)

@@ -48,17 +48,9 @@ Observer = Callable[[Event], None]
 class Assembly:
     """Everything a simulated run is made of, built and checked before round 0.
 
-    Attributes:
-        blueprint: the run without its data.
-        loaded: the data as they were loaded.
-        data: the data as clients see them, on the device.
-        partition: who holds which image.
-        clients: what each client trains on: its part, less what is held out.
-        for_thresholds: images held out to choose each label's threshold on, if any are.
-        device: where to compute.
-        mode: how to compute.
-        attack: which clients lie.
-        bound: the hashes of all this.
+    Data are kept as ``loaded``, and as clients see them, on the device. ``clients`` is what each
+    trains on: its part, less what is held out; thresholds are chosen on some of that, if on any.
+    ``bound`` has the hashes of all this.
     """
 
     blueprint: Blueprint

@@ -38,15 +38,8 @@ MOST_USER_LABELS = 200_000
 class Evaluation:
     """The global model on a test set, and what it is worth.
 
-    Attributes:
-        labels: ``(N, C)`` what is true.
-        known: ``(N, C)`` whether a label is known; none: all are.
-        metrics: the eight.
-        structure: how labels go together.
-        scores: float32 ``(N, C)`` of each test image; none where the images are elsewhere.
-        users: where the test images have owners, or are at sites: the metrics of each.
-        names: of these.
-        how: what is worth knowing of how it was measured.
+    Scores are none where the test images are elsewhere. ``users`` has the metrics of each owner or
+    site, with ``names``; ``how`` says what is worth knowing of how it was measured.
     """
 
     labels: Labels

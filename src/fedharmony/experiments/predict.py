@@ -2,10 +2,9 @@
 
 from __future__ import annotations
 
+import codecs
 import csv
 import math
-import os
-import tempfile
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from contextlib import closing, contextmanager
 from dataclasses import dataclass
@@ -24,7 +23,7 @@ from fedharmony.data.table import SEPARATOR
 from fedharmony.data.tree import ImageFiles
 from fedharmony.errors import ConfigError, DataError
 from fedharmony.experiments.trained import TrainedModel
-from fedharmony.files import PARTIAL
+from fedharmony.files import replacing
 from fedharmony.metrics.multilabel import Doubles
 from fedharmony.models.base import FeatureSpec
 from fedharmony.reading import is_there
@@ -173,16 +172,7 @@ def writing(file: Path) -> Iterator[Callable[[Sequence[str]], object]]:
     """Writes rows of a CSV file that is there when the block has ended well, and not before."""
     refuse_existing(file)
     try:
-        handle, name = tempfile.mkstemp(PARTIAL, f".{file.name[:40]}.", file.parent)
-        temporary = Path(name)
-        try:
-            with os.fdopen(handle, "w", newline="", encoding="utf-8") as stream:
-                yield csv.writer(stream, lineterminator="\n").writerow
-                stream.flush()
-                os.fsync(stream.fileno())
-            temporary.chmod(0o644)
-            temporary.replace(file)
-        finally:
-            temporary.unlink(missing_ok=True)
+        with replacing(file) as stream:
+            yield csv.writer(codecs.getwriter("utf-8")(stream), lineterminator="\n").writerow
     except OSError as error:
         raise DataError(f"{file} cannot be written: {error.strerror or error}.") from error

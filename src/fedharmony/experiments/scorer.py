@@ -21,13 +21,9 @@ BATCH = 256
 
 @dataclass(frozen=True, eq=False)
 class Scorer:
-    """Images as they are to scores in [0, 1], as the method says.
+    """Images as they are to scores in [0, 1], by the model in the state, as the method says.
 
-    Attributes:
-        model: backbone and head.
-        method: normalises images, and turns outputs into scores.
-        state: the server's state, with the model that is to be used among its parameters.
-        given: what the method's normalisation reads; none takes it from the state.
+    ``given`` is what the method's normalisation reads; none takes it from the state.
     """
 
     model: Model

@@ -1,22 +1,8 @@
 """All settings of a run, read from TOML sections and checked before anything starts.
 
-============  =====================================================================================
-``run``       method, rounds, seed of the run, how often to evaluate
-``data``      ``name`` of the data set and its own settings
-``split``     ``name`` of the splitter, number of clients, seed, and the splitter's own settings
-``model``     ``name`` of the backbone, seed, and its own settings
-``train``     local training: epochs, batch size, optimiser, learning rate
-``loss``      the task loss of all methods
-``augment``   random changes of training images
-``federation`` participation, sampling, averaging, failures
-``attack``    clients that lie; nobody does unless it is set
-``privacy``   differential privacy of clients; none unless it is set
-``methods``   one subsection per method, for instance ``[methods.fedharmony]``; its own subsection
-              ``train`` (``[methods.fedharmony.train]``) replaces settings of ``[train]``
-``tune``      what ``fedharmony tune`` tries: ``lr``, and one subsection per method
-``metrics``   options of the eight metrics
-``engine``    device, clients trained at once: results change by rounding at most
-============  =====================================================================================
+:class:`Settings` has one field per section. ``[methods.NAME]`` holds a method's own settings, and
+its subsections ``train`` and ``federation`` replace some of those that all methods share;
+``[tune.NAME]`` holds what ``fedharmony tune`` tries for it.
 """
 
 from __future__ import annotations

@@ -121,12 +121,10 @@ class MultiLabelResult:
 
 @dataclass(frozen=True, eq=False)
 class ClientsResult:
-    """Pooled metrics beside their mean over clients (see :func:`evaluate_clients`).
+    """Metrics of all clients' images together, which are reported, beside those of each client.
 
-    Attributes:
-        pooled: Computed once on the images of all clients together. This is the reported number.
-        per_client: One result per client.
-        mean: Each metric's unweighted mean over the clients for which it is defined (nan if none).
+    ``mean`` is each metric's unweighted mean over the clients for which it is defined (nan if
+    none).
     """
 
     pooled: MultiLabelResult

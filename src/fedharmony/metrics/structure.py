@@ -62,17 +62,10 @@ def structure_metrics(
     A label that is never (or always) predicted correlates with nothing: its hard entries are 0 and
     stay in the comparison, since failing to predict it is an error of the model, not of the data.
 
-    Args:
-        scores: ``(N, C)`` in [0, 1] (after the sigmoid). Computed in float64.
-        targets: ``(N, C)`` zeros and ones.
-        threshold: A label counts as predicted where its score is at least this.
-        known: ``(N, C)``, False where a label is unknown. A pair is then compared, on both sides,
-            over the images on which both of its labels are known, and left out if the true labels
-            have no correlation there.
-
-    Returns:
-        The comparison. Numbers are nan only where they have no value: all of them without a single
-        pair, and Pearson where either side is the same in all pairs.
+    Where labels are not ``known``, a pair is compared, on both sides, over the images on which both
+    of its labels are, and left out if the true labels have no correlation there. Numbers are nan
+    only where they have no value: all of them without a single pair, and Pearson where either side
+    is the same in all pairs.
 
     >>> labels = np.array([[1, 1, 0], [1, 1, 1], [0, 0, 1], [0, 1, 0]])
     >>> timid = structure_metrics(labels * 0.5, labels)  # right everywhere, at half confidence

@@ -217,15 +217,11 @@ def round_axis(drawing: Drawing, across: Scale, y: float) -> None:
 
 @dataclass(frozen=True)
 class Row:
-    """A line of a dot chart.
+    """A line of a dot chart: looks and values of its dots, and of upright strokes behind them.
 
-    Attributes:
-        name: Written at its left.
-        dots: Look and value of each dot.
-        strokes: Look and value of upright strokes, behind the dots.
-        start: Where the bar behind the dots begins; at the lowest dot if None.
-        interval: Ends of a line through the first dot, in its colour.
-        fits: Whether the axis reaches to its dots, wherever they are.
+    The bar behind the dots begins at ``start``, or at the lowest dot. ``interval`` are the ends of
+    a line through the first dot, in its colour. The axis reaches to its dots wherever they are, if
+    it ``fits``.
     """
 
     name: str

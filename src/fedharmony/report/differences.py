@@ -10,7 +10,7 @@ from __future__ import annotations
 import math
 import statistics
 from collections.abc import Iterable, Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from functools import lru_cache
 
 import numpy as np
@@ -87,14 +87,11 @@ HEADINGS = ("Metric", "difference", INTERVAL, "better in", "p images", "p pairs"
 
 @dataclass(frozen=True)
 class Differences:
-    """All differences to one method.
+    """All differences to one method, by method in table order, one per metric.
 
-    Attributes:
-        against: The reference's display name.
-        found: By method, in table order, one per metric.
-        images: Test images that were resampled; 0 if none were.
-        without: Methods whose intervals come from pairs, for want of scores.
-        unpaired: Methods that share no seed and setting with the reference.
+    ``images`` is the number of test images that were resampled. Intervals of methods ``without``
+    scores come from pairs; methods that are ``unpaired`` share no seed and setting with the
+    reference.
     """
 
     against: str
@@ -217,9 +214,7 @@ def differences(runs: Runs) -> Differences | None:
         ]
         images, tests = holm([d.p_images for d in row]), holm([d.p_pairs for d in row])
         for d, p_images, p_pairs in zip(row, images, tests, strict=True):
-            found[d.method].append(
-                Difference(d.method, metric, d.pairs, d.low, d.high, p_images, p_pairs)
-            )
+            found[d.method].append(replace(d, p_images=p_images, p_pairs=p_pairs))
     some = next((r for m in scored for r, _ in pairs[m]), None)
     return Differences(
         runs.against,
@@ -260,8 +255,7 @@ def _difference(
     ]
     p_pairs = wilcoxon_p([d for d in each if math.isfinite(d)])
     if samples is None:
-        low, high = student_interval(each)
-        return Difference(method, metric, tuple(each), low, high, math.nan, p_pairs)
+        return Difference(method, metric, tuple(each), *student_interval(each), math.nan, p_pairs)
     mean = np.mean([samples[run][metric] - samples[ref][metric] for run, ref in pairs], axis=0)
-    low, high = percentile_interval(mean)
-    return Difference(method, metric, tuple(each), low, high, bootstrap_p(mean), p_pairs)
+    interval = percentile_interval(mean)
+    return Difference(method, metric, tuple(each), *interval, bootstrap_p(mean), p_pairs)

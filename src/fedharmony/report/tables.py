@@ -133,6 +133,11 @@ class Line:
         """What is put behind the name: the notes of the table explain it."""
         return ("" if self.complete else " *") + (" †" if self.lost else "")
 
+    @property
+    def marked(self) -> str:
+        """The name with its marks."""
+        return self.name + self.marks
+
 
 def _cell(values: Iterable[float]) -> Cell:
     known = [v for v in values if math.isfinite(v)]
@@ -189,9 +194,6 @@ class MetricTable:
             return mean
         return f"{mean} ± {column.number(cell.deviation)}"
 
-    def _name(self, line: Line) -> str:
-        return line.name + line.marks
-
     def to_rich(self, width: int = 80) -> Table:
         """A table for a terminal ``width`` columns wide; secondary columns go first if too narrow.
 
@@ -222,14 +224,14 @@ class MetricTable:
                     )
                     for i in kept
                 ]
-                table.add_row(Text(self._name(line), quiet), *cells)
+                table.add_row(Text(line.marked, quiet), *cells)
             table.add_section()
         return table
 
     def _columns_within(self, width: int) -> list[int]:
         """Indices of the columns that fit, best rank first until the first that does not."""
         lines = (*self.lines, *self.baselines)
-        names = max((len(self._name(line)) for line in lines), default=0)
+        names = max((len(line.marked) for line in lines), default=0)
         room = width - max(6, min(names, width // 3)) - 3  # with both edges of the frame
         kept: list[int] = []
         first = {key: rank for rank, key in enumerate(_KEEP_FIRST)}
@@ -252,7 +254,7 @@ class MetricTable:
     ) -> list[list[str]]:
         rows = []
         for line in lines:
-            row = [escape(self._name(line))]
+            row = [escape(line.marked)]
             for column, cell in zip(self.columns, line.cells, strict=True):
                 text = number(self.text(column, cell))
                 row.append(bold(text) if cell.best else text)
