@@ -14,7 +14,7 @@ from rich.table import Table
 
 from fedharmony.cli_options import ConfigArgument, Overrides, Plugins, bar, settings_of, usable
 from fedharmony.errors import CheckpointError, ConfigError, DataError
-from fedharmony.terminal import console, say
+from fedharmony.terminal import columns, console, pairs, say
 
 if TYPE_CHECKING:
     from fedharmony.data.base import Source
@@ -102,29 +102,18 @@ def check(name: Name, path: Place, changes: Changes = None) -> None:
 def check_tables(found: Check) -> Iterator[Table]:
     """Classes with counts, facts, and figures beside what they should be, where there are any."""
     if found.classes:
-        table = _columns("class", "training", "test")
+        table = columns("class", "training", "test", right=("training", "test"))
         for count in found.classes:
             table.add_row(count.name, f"{count.train:,}", f"{count.test:,}")
         yield table
     if found.facts:
-        table = Table(box=None, pad_edge=False, show_header=False)
-        for fact in found.facts:
-            table.add_row(*fact)
-        yield table
+        yield pairs(dict(found.facts))
     if found.lines:
-        table = _columns("", "expected", "found", "")
+        table = columns("", "expected", "found", "", right=("expected", "found"))
         for line in found.lines:
             mark, style = ("", None) if line.ok else ("differs", "bold red")
             table.add_row(line.what, f"{line.expected:,}", f"{line.found:,}", mark, style=style)
         yield table
-
-
-def _columns(first: str, *others: str) -> Table:
-    table = Table(box=None, pad_edge=False)
-    table.add_column(first)
-    for heading in others:
-        table.add_column(heading, justify="right" if heading else "left")
-    return table
 
 
 @data_app.command()
@@ -252,11 +241,7 @@ def split_table(report: SplitReport, partition: Partition) -> Table:
         "  over clients of 20 images up": f"{report.drift_clients:,}",
         "image transforms": _tally(partition.transforms),
     }
-    table = Table(box=None, pad_edge=False, show_header=False)
-    for name, value in rows.items():
-        if value is not None:
-            table.add_row(name, value)
-    return table
+    return pairs({name: value for name, value in rows.items() if value is not None})
 
 
 def _number(value: float | None) -> str:

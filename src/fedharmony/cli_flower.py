@@ -7,7 +7,6 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Annotated
 
 import typer
-from rich.table import Table
 
 from fedharmony.cli_guard import resumable
 from fedharmony.cli_options import (
@@ -21,7 +20,7 @@ from fedharmony.cli_options import (
 from fedharmony.cli_report import show_folder
 from fedharmony.errors import ConfigError, Stopped
 from fedharmony.report.progress import Progress
-from fedharmony.terminal import console, say
+from fedharmony.terminal import columns, console, say
 
 if TYPE_CHECKING:
     from fedharmony.flower.link import Link, Ordered
@@ -136,7 +135,7 @@ def status(
             say(f"http://127.0.0.1:{watch.server_port} shows the federation in {link.home}.")
             watch.serve_forever()
     say(f"Sites reach the SuperLink, process {link.pid}, at {link.address}.")
-    table = Table("site", "status", "last came online", box=None, pad_edge=False)
+    table = columns("site", "status", "last came online")
     for site in link.sites():
         table.add_row(*site)
     console().print(table)

@@ -10,7 +10,6 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Annotated
 
 import typer
-from rich.table import Table
 
 from fedharmony.cli_guard import repeatable, resumable
 from fedharmony.cli_options import (
@@ -37,7 +36,7 @@ from fedharmony.cli_report import show_folder, show_runs
 from fedharmony.cli_settings import print_plan
 from fedharmony.errors import ConfigError, RunsFailedError
 from fedharmony.report.progress import Board, Observer, Progress
-from fedharmony.terminal import console, say
+from fedharmony.terminal import columns, console, say
 
 if TYPE_CHECKING:
     from fedharmony.experiments.compare import Planned
@@ -229,9 +228,8 @@ def tune(
             return progress.follow(i + 1, search.size, name, planned.settings.run.rounds)
 
         found = search.run(observer, progress, workers)
-    table = Table(box=None, pad_edge=False)
-    for heading in ("Method", "lr", "setting", f"{CRITERION} before", f"{CRITERION} found", ""):
-        table.add_column(heading, justify="left" if heading in ("Method", "setting") else "right")
+    scores = (f"{CRITERION} before", f"{CRITERION} found")
+    table = columns("Method", "lr", "setting", *scores, "", right=("lr", *scores, ""))
     for f in found:
         table.add_row(
             f.method,

@@ -90,10 +90,6 @@ class Features(Source):
             label_file: With ARFF, MULAN's XML file of labels; empty for the one beside it if there
                 is one (x.xml for x.arff, x-train.arff and x-test.arff).
             id: The column with the name of a sample; empty for "id" if there is one.
-            user: The column with its owner; empty for "user" or "client" if there is one.
-            split: The column that tells training from test samples; empty for "split" or
-                "partition" if there is one.
-            ignore: Columns to pass over.
         """
 
         path: FilePath = ""
@@ -104,9 +100,6 @@ class Features(Source):
         label_side: Literal["end", "start"] = "end"
         label_file: FilePath = ""
         id: str = ""
-        user: str = ""
-        split: str = ""
-        ignore: tuple[str, ...] = ()
 
         def __post_init__(self) -> None:
             super().__post_init__()

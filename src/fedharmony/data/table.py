@@ -81,9 +81,13 @@ CELLS = {
 
 @dataclass(frozen=True)
 class Division(Checked):
-    """Settings that tell training from test rows.
+    """Settings of rows: whose they are, and which are training and which are test rows.
 
     Attributes:
+        user: The column with the owner; empty for "user" or "client" if there is one.
+        split: The column that tells training from test rows; empty for "split" or "partition" if
+            there is one.
+        ignore: Columns to pass over.
         train_split: The word for training images in the split column.
         test_split: The word for test images there.
         test_fraction: The share of images held out for testing where neither a split column nor a
@@ -93,6 +97,9 @@ class Division(Checked):
         seed: Seed of that choice.
     """
 
+    user: str = ""
+    split: str = ""
+    ignore: tuple[str, ...] = ()
     train_split: str = "train"
     test_split: str = "test"
     test_fraction: Annotated[float, Gt(0), Lt(1)] = 0.2
@@ -159,12 +166,8 @@ class Table(FileSource):
             format: "joined" for names in one column, "columns" for a column of 0 and 1 per class.
             image: The column with the image's path below ``path``.
             labels: With "joined", the column with the names.
-            user: The column with the image's owner; empty for "user" or "client" if there is one.
-            split: The column that tells training from test images; empty for "split" or
-                "partition" if there is one.
             classes: The classes in label order. Empty for all names, sorted, or with "columns" for
                 all columns that mean nothing else, in their order.
-            ignore: Columns to pass over.
         """
 
         table: str = ""
@@ -172,10 +175,7 @@ class Table(FileSource):
         format: Literal["joined", "columns"] = "joined"
         image: str = "image"
         labels: str = "labels"
-        user: str = ""
-        split: str = ""
         classes: tuple[str, ...] = ()
-        ignore: tuple[str, ...] = ()
 
         def __post_init__(self) -> None:
             super().__post_init__()

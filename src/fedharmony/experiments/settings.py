@@ -218,15 +218,11 @@ class TuneSettings(Checked):
 #: What stands for training in one place in a comparison, and how it trains.
 CENTRAL, CENTRAL_METHOD = "central", "fedavg"
 
-#: Settings of local training that a method may have for itself. Epochs and batch size stay common:
-#: they decide how much work a round is.
-OWN_TRAINING = ("optimiser", "lr", "momentum", "weight_decay")
-#: Settings of the federation that a method, or a preset of it, may have for itself.
-OWN_FEDERATION = ("head_start", "head_ridge", "head_clients", "server_average")
-#: Both: sections of which a method's section may hold a part, and which part.
+#: Sections of which a method, or a preset of it, may have a part for itself, and which part. Epochs
+#: and batch size stay common: they decide how much work a round is.
 OWN_SECTIONS: Mapping[str, tuple[str, ...]] = {
-    "train": OWN_TRAINING,
-    "federation": OWN_FEDERATION,
+    "train": ("optimiser", "lr", "momentum", "weight_decay"),
+    "federation": ("head_start", "head_ridge", "head_clients", "server_average"),
 }
 
 

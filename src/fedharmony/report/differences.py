@@ -14,7 +14,6 @@ from dataclasses import dataclass, replace
 from functools import lru_cache
 
 import numpy as np
-from rich.box import HORIZONTALS
 from rich.table import Table
 from rich.text import Text
 
@@ -31,7 +30,7 @@ from fedharmony.metrics.significance import (
     student_interval,
     wilcoxon_p,
 )
-from fedharmony.report.grid import DASH, signed
+from fedharmony.report.grid import DASH, framed, signed
 from fedharmony.report.load import Runs, RunView
 
 RESAMPLES = 1000
@@ -144,17 +143,7 @@ class Differences:
 
     def to_rich(self) -> Table:
         """For a terminal: three metrics of every method."""
-        table = Table(
-            box=HORIZONTALS,
-            padding=(0, 1, 0, 0),
-            header_style="dim",
-            title=self.title,
-            title_justify="left",
-            title_style="",
-            caption="; ".join(self.notes),
-            caption_justify="left",
-        )
-        table.add_column("Method", overflow="fold", min_width=6)
+        table = framed(self.notes, self.title)
         for heading in HEADINGS:
             left = heading == "Metric"
             table.add_column(heading, justify="left" if left else "right", no_wrap=True)

@@ -9,6 +9,9 @@ from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import asdict, dataclass
 from typing import Any
 
+from rich.box import HORIZONTALS
+from rich.table import Table
+
 DASH = "–"
 
 
@@ -58,6 +61,22 @@ class Grid:
         r"""A ``tabular`` in the style of booktabs."""
         table = latex(self.headings, map(latex_row, self.rows), filter(None, [self.note]))
         return f"% {self.title}\n{table}"
+
+
+def framed(notes: Sequence[str], title: str | None = None) -> Table:
+    """A table for the terminal with a column of methods; notes stand below it."""
+    table = Table(
+        box=HORIZONTALS,
+        padding=(0, 1, 0, 0),
+        header_style="dim",
+        title=title,
+        title_justify="left",
+        title_style="",
+        caption="; ".join(notes) or None,
+        caption_justify="left",
+    )
+    table.add_column("Method", overflow="fold", min_width=6)
+    return table
 
 
 def latex(headings: Sequence[str], rows: Iterable[str], notes: Iterable[str]) -> str:

@@ -17,6 +17,7 @@ from typing import Any
 
 from jinja2 import Environment, PackageLoader, StrictUndefined
 
+from fedharmony.config import flat
 from fedharmony.errors import CheckpointError
 from fedharmony.files import write_atomically
 from fedharmony.report import words
@@ -176,26 +177,15 @@ def _value(value: Any) -> str:
     return json.dumps(value, ensure_ascii=False)
 
 
-def _flatten(tree: Mapping[str, Any], prefix: str = "") -> dict[str, str]:
-    flat: dict[str, str] = {}
-    for name, value in tree.items():
-        if isinstance(value, Mapping):
-            flat |= _flatten(value, f"{prefix}{name}.")
-        else:
-            flat[f"{prefix}{name}"] = _value(value)
-    return flat
-
-
 def _settings(runs: Runs) -> list[tuple[str, list[tuple[str, str]]]]:
     """Settings that all methods share, then those of each; values of several seeds are joined."""
-    flat = {name: [_flatten(run.config) for run in group] for name, group in runs.groups.items()}
-    joined = {
-        name: {
-            key: ", ".join(dict.fromkeys(settings.get(key, "–") for settings in group))
-            for key in dict.fromkeys(k for settings in group for k in settings)
+    joined: dict[str, dict[str, str]] = {}
+    for name, group in runs.groups.items():
+        flats = [{k: _value(v) for k, v in flat(run.config).items()} for run in group]
+        joined[name] = {
+            key: ", ".join(dict.fromkeys(settings.get(key, "–") for settings in flats))
+            for key in dict.fromkeys(k for settings in flats for k in settings)
         }
-        for name, group in flat.items()
-    }
     first = next(iter(joined.values()))
     shared = {k: v for k, v in first.items() if all(j.get(k) == v for j in joined.values())}
     blocks = [("All settings" if runs.alone else "Shared by all runs", [*shared.items()])]

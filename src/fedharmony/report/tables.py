@@ -32,13 +32,12 @@ import statistics
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass, replace
 
-from rich.box import HORIZONTALS
 from rich.table import Table
 from rich.text import Text
 
 from fedharmony.metrics import METRIC_NAMES
 from fedharmony.report.differences import HEADINGS, Differences, differences
-from fedharmony.report.grid import DASH, escape_latex, latex, latex_row
+from fedharmony.report.grid import DASH, escape_latex, framed, latex, latex_row
 from fedharmony.report.load import Runs, RunView
 
 
@@ -204,14 +203,7 @@ class MetricTable:
         notes = list(self.notes)
         if left_out:
             notes.append(f"{left_out} of {len(self.columns)} columns left out: terminal too narrow")
-        table = Table(
-            box=HORIZONTALS,
-            padding=(0, 1, 0, 0),
-            header_style="dim",
-            caption="; ".join(notes) or None,
-            caption_justify="left",
-        )
-        table.add_column("Method", overflow="fold", min_width=6)
+        table = framed(notes)
         for index in kept:
             table.add_column(self.columns[index].heading, justify="right", no_wrap=True)
         for group in (self.lines, self.baselines):

@@ -7,7 +7,6 @@ body is made anew at each look; a script of six lines puts it in place every oth
 
 from __future__ import annotations
 
-import json
 import logging
 import math
 import threading
@@ -20,6 +19,7 @@ from pathlib import Path
 from typing import Any
 
 from fedharmony.errors import CheckpointError, FedHarmonyError
+from fedharmony.experiments.folder import RunFolder
 from fedharmony.flower.link import SERVER, Link, began
 from fedharmony.metrics import METRIC_NAMES
 from fedharmony.report.charts import Picture, Series, curve
@@ -126,23 +126,16 @@ def _run(order: Path, folder: Path) -> RunNow:
         view = load_run(folder)
     except CheckpointError:
         view = RunView(folder)  # it has written nothing that can be read yet
-    outcome, server = (_json(order / name) for name in ("outcome.json", SERVER))
+    outcome, server = (RunFolder(order).read_json(n) or {} for n in ("outcome.json", SERVER))
     if outcome:
         status = str(outcome.get("status"))
     elif server and began(server.get("pid", 0)) != server.get("began"):
         status = "killed"
     else:
         status = "running"
-    sites = _json(folder / "roster.json").get("sites", {})
-    names = {site["client"]: name for name, site in sites.items()}
+    roster = RunFolder(folder).read_json("roster.json") or {"sites": {}}
+    names = {site["client"]: name for name, site in roster["sites"].items()}
     return RunNow(view, status, str(outcome.get("error", "")), names)
-
-
-def _json(file: Path) -> dict[str, Any]:
-    try:
-        return dict(json.loads(file.read_bytes()))
-    except (OSError, ValueError):
-        return {}
 
 
 class Watch(ThreadingHTTPServer):

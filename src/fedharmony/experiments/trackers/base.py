@@ -53,8 +53,7 @@ class Tracker(ABC):
     """A program that shows a run."""
 
     name: ClassVar[str]
-    packages: ClassVar[tuple[str, ...]]  # what must be installed
-    extra: ClassVar[str]  # of this package, which installs them
+    packages: ClassVar[tuple[str, ...]]  # what must be installed: the extra of the same name
 
     @abstractmethod
     def __init__(self, subject: Subject) -> None:
@@ -88,7 +87,7 @@ def refuse_missing(names: Sequence[str]) -> None:
         if missing:
             raise ConfigError(
                 f"run.track names {name!r}, but {' and '.join(missing)} cannot be imported. Use "
-                f"pip install 'fedharmony[{tracker.extra}]', or leave {name!r} out."
+                f"pip install 'fedharmony[{name}]', or leave {name!r} out."
             )
 
 

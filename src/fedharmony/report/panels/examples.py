@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import textwrap
 from collections.abc import Iterator, Mapping
 from itertools import chain
 
@@ -129,12 +130,7 @@ def _wrapped(names: list[str], letters: int, word: str = "") -> list[str]:
     shown = [svg.printable(name, 24) for name in names[:NAMED]]
     if len(names) > NAMED:
         shown.append(f"{len(names) - NAMED} more")
-    lines: list[str] = []
-    current = f"{word}: " if word else ""
-    for i, name in enumerate(shown):
-        piece = name + ("," if i + 1 < len(shown) else "")
-        if current.strip() and len(current) + len(piece) > letters:
-            lines.append(current.strip())
-            current = ""
-        current += f"{piece} "
-    return [*lines, current.strip()] if shown else []
+    text = ", ".join(name.replace(" ", "\xa0") for name in shown)  # names stay whole
+    text = f"{word}: {text}" if word and shown else text
+    lines = textwrap.wrap(text, letters, break_long_words=False, break_on_hyphens=False)
+    return [line.replace("\xa0", " ") for line in lines]
