@@ -19,7 +19,9 @@ and averaging over b and m gives the label correlation φ exactly (:func:`plante
 from __future__ import annotations
 
 import functools
+import importlib.util
 from dataclasses import dataclass
+from pathlib import Path
 from typing import Annotated, TypeAlias
 
 import numpy as np
@@ -41,6 +43,8 @@ THEMES = 4
 #: P(m digits) for m = 1, …, 4.
 DIGITS_PER_SCENE = np.array([0.2, 0.3, 0.3, 0.2])
 
+#: Where scikit-learn keeps the digits: 64 opacities from 0 to 16 in a row, and the digit.
+BUNDLED = "datasets/data/digits.csv.gz"
 CELL = 8
 GRID = 4
 SIDE = CELL * GRID
@@ -205,11 +209,12 @@ class _Glyphs:
 @functools.cache
 def _glyphs(seed: int) -> dict[str, _Glyphs]:
     """The bundled digits, two thirds for training and one third for testing."""
-    # Deferred: scikit-learn takes a second to import, and other data do not need it.
-    from sklearn.datasets import load_digits
-
-    opacity, digit = load_digits(return_X_y=True)
-    opacity = (opacity / 16).astype(np.float32).reshape(-1, CELL, CELL)
+    # What its load_digits gives, without importing scikit-learn, which takes a second and more.
+    package = importlib.util.find_spec("sklearn")
+    assert package is not None, "it is a dependency"
+    rows = np.loadtxt(Path(package.origin or "").parent / BUNDLED, delimiter=",")
+    opacity = (rows[:, :-1] / 16).astype(np.float32).reshape(-1, CELL, CELL)
+    digit = rows[:, -1].astype(np.int64)
     shuffled = numpy_rng(seed, "digits/glyphs").permutation(len(digit))
     cut = len(digit) * 2 // 3
     glyphs = {}

@@ -194,13 +194,6 @@ def matrices(assembly: Assembly, state: Record, evaluation: Evaluation) -> Tenso
     return tensors
 
 
-def _known(part: LabelledImages) -> npt.NDArray[np.int64]:
-    """Images on which each label is known."""
-    known = np.ones_like(part.labels) if part.known is None else part.known
-    counts: npt.NDArray[np.int64] = known.sum(axis=0, dtype=np.int64)
-    return counts
-
-
 def _positives(part: LabelledImages | Evaluation) -> npt.NDArray[np.int64]:
     """Images on which each label is known and present."""
     present = part.labels if part.known is None else part.labels * part.known
@@ -226,7 +219,9 @@ def summarise(
     plan = assembly.blueprint
     prevalence = None  # where the training labels are elsewhere: that of the test set
     if len(data.train):
-        prevalence = _positives(data.train) / np.maximum(_known(data.train), 1)
+        known = data.train.known
+        counted = len(data.train) if known is None else known.sum(axis=0)
+        prevalence = _positives(data.train) / np.maximum(counted, 1)
     trivial = trivial_baselines(evaluation.labels, settings.metrics, prevalence, evaluation.known)
     rounds = [e for e in events if e["event"] == "round"]
     positives, users = _positives(evaluation), evaluation.users

@@ -73,11 +73,10 @@ def structure_metrics(
     (3, 0.0, 0.35, 1.0)
     """
     values, positive, mask = checked_arrays(scores, targets, known)
-    true_matrix, defined = _phi(positive, mask)
-    hard_matrix, _ = _phi(values >= threshold, mask)
-    doubles = torch.from_numpy(np.array(values, np.float64))
-    soft_matrix: Doubles = _soft(doubles, mask).numpy()
-    return compare(true_matrix, defined, hard_matrix, soft_matrix)
+    true, defined = label_pairs(positive, known=mask)
+    hard, _ = label_pairs(values >= threshold, known=mask)
+    soft = _soft(torch.from_numpy(np.array(values, np.float64)), mask)
+    return compare(true.numpy(), defined.numpy(), hard.numpy(), soft.numpy())
 
 
 def compare(
@@ -108,13 +107,6 @@ def compare(
         true_matrix=true_matrix,
         defined_matrix=defined,
     )
-
-
-def _phi(
-    labels: npt.NDArray[np.bool_], known: npt.NDArray[np.bool_] | None
-) -> tuple[Doubles, npt.NDArray[np.bool_]]:
-    matrix, defined = label_pairs(labels, known=known)
-    return matrix.numpy(), defined.numpy()
 
 
 def _soft(scores: Tensor, known: npt.NDArray[np.bool_] | None) -> Tensor:

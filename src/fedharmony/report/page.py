@@ -11,7 +11,7 @@ from __future__ import annotations
 import json
 import math
 import statistics
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -22,7 +22,7 @@ from fedharmony.errors import CheckpointError
 from fedharmony.files import write_atomically
 from fedharmony.report import words
 from fedharmony.report.charts import Picture, Row, dots
-from fedharmony.report.load import Runs, load
+from fedharmony.report.load import Runs, RunView, load
 from fedharmony.report.panel import count, sections, styles
 from fedharmony.report.tables import table_of
 
@@ -114,7 +114,7 @@ def _render(runs: Runs) -> str:
         "failures": _failures(runs),
         "settings": _settings(runs),
         "environment": _environment(runs),
-        "commands": _commands(runs),
+        "commands": commands(runs.runs) or ["fedharmony run config.toml"],
         "files": [(n, text) for n, text in _FILES.items() if (runs.home / n).is_file()],
         "version": str(runs.first.environment.get("fedharmony", "")),
     }
@@ -204,7 +204,7 @@ def _environment(runs: Runs) -> list[tuple[str, str]]:
     return [(name, "; ".join(values)) for name, values in found.items()]
 
 
-def _commands(runs: Runs) -> list[str]:
-    """The commands that were given, or one that repeats the run from its folder."""
-    given = dict.fromkeys(str(run.environment.get("command") or "") for run in runs.runs)
-    return [command for command in given if command] or ["fedharmony run config.toml"]
+def commands(runs: Iterable[RunView]) -> list[str]:
+    """The commands that were given, as far as they are known."""
+    given = dict.fromkeys(str(run.environment.get("command") or "") for run in runs)
+    return [command for command in given if command]

@@ -16,7 +16,7 @@ from fedharmony.files import write_atomically
 from fedharmony.metrics import METRIC_NAMES
 from fedharmony.report.charts import Series, curve
 from fedharmony.report.load import Runs, load, read_json
-from fedharmony.report.page import render
+from fedharmony.report.page import commands, render
 from fedharmony.report.panel import Section, count
 from fedharmony.report.shapes import SWEEP
 from fedharmony.report.svg import CENTRAL, Style, printable, style
@@ -174,7 +174,6 @@ def page(swept: Swept) -> str:
         notices.append(f"{count(unfinished, 'run')} not finished: left out of the curves.")
     if lost:
         notices.append(f"Clients were lost in some runs, {lost} in all: see their own reports.")
-    commands = dict.fromkeys(str(run.environment.get("command") or "") for run in runs)
     facts = [
         count(len(swept.points), "comparison"),
         count(len(swept.methods), "method"),
@@ -189,7 +188,7 @@ def page(swept: Swept) -> str:
         "notices": notices,
         "table": table_of(swept),
         "sections": sections(swept),
-        "commands": [command for command in commands if command] or ["fedharmony sweep …"],
+        "commands": commands(runs) or ["fedharmony sweep …"],
         "files": [
             ("sweep.csv", "one row per run at full precision"),
             ("sweep.md", "the table as Markdown"),
