@@ -95,7 +95,15 @@ class Run:
         :attr:`classes`.
         """
         if places := _paths(images):
-            return self._predict_files(places)
+            found = list(predictions(self.model, places))
+            unread = [prediction for prediction in found if prediction.scores is None]
+            if unread:
+                raise DataError(
+                    f"{len(unread):,} of {len(found):,} images cannot be read, first "
+                    f"{unread[0].name}: {unread[0].trouble}. 'fedharmony predict' leaves such "
+                    "images out."
+                )
+            return np.stack([p.scores for p in found if p.scores is not None])
         inputs, wanted = inputs_of(images), self.model.facts.input
         if inputs.shape != wanted.shape:
             raise DataError(
@@ -104,16 +112,6 @@ class Run:
                 "the paths of image files."
             )
         return self.model.scorer.all(inputs, self.model.device)
-
-    def _predict_files(self, places: Sequence[Path]) -> Array:
-        found = list(predictions(self.model, places))
-        unread = [prediction for prediction in found if prediction.scores is None]
-        if unread:
-            raise DataError(
-                f"{len(unread):,} of {len(found):,} images cannot be read, first {unread[0].name}: "
-                f"{unread[0].trouble}. 'fedharmony predict' leaves such images out."
-            )
-        return np.stack([p.scores for p in found if p.scores is not None])
 
     def predict_labels(self, images: Any, top: int | None = None) -> list[list[str]]:
         """The names of the labels that each image is given, the surest first, ``top`` at most."""

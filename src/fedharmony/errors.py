@@ -51,10 +51,7 @@ class Stopped(BaseException):
     """A signal asked the program to end, as Ctrl-C does.
 
     Like :class:`KeyboardInterrupt` no :class:`Exception`: nothing that handles failures of clients
-    or files takes it for one.
-
-    Attributes:
-        code: what the program exits with.
+    or files takes it for one. The program exits with its ``code``.
     """
 
     def __init__(self, signal: str, number: int) -> None:

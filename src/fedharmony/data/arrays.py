@@ -15,7 +15,7 @@ import numpy.typing as npt
 import torch
 
 from fedharmony.data.base import DataSet, LabelledImages, Source, TensorImages, datasets
-from fedharmony.data.features import FARTHEST
+from fedharmony.data.features import FARTHEST, labelled
 from fedharmony.data.table import UNKNOWN, held_out
 from fedharmony.errors import DataError
 from fedharmony.types import Index, Labels
@@ -228,12 +228,6 @@ def _part(
     inputs: TensorImages, labels: Labels, owners: npt.NDArray[Any] | None, rows: Index
 ) -> LabelledImages:
     """Some rows as a part of a data set."""
-    told = labels[rows]
-    known = told != UNKNOWN
-    return LabelledImages(
-        TensorImages(inputs.pixels[torch.from_numpy(rows)]),
-        told * known,
-        tuple(map(str, rows.tolist())),
-        None if owners is None else owners[rows],
-        None if known.all() else known,
-    )
+    chosen, ids = TensorImages(inputs.pixels[torch.from_numpy(rows)]), map(str, rows.tolist())
+    users = None if owners is None else owners[rows]
+    return labelled(chosen, labels[rows], tuple(ids), users)

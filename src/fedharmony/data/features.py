@@ -23,7 +23,7 @@ import io
 import zipfile
 from array import array
 from collections.abc import Callable, Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from itertools import zip_longest
 from operator import itemgetter
 from pathlib import Path
@@ -383,27 +383,27 @@ class Samples:
 
     def some(self, rows: Index) -> Samples:
         """The samples at ``rows``."""
-        return Samples(
-            self.where,
-            self.features,
-            self.classes,
-            self.values[rows],
-            self.labels[rows],
-            None if self.ids is None else tuple(self.ids[i] for i in rows),
-            None if self.users is None else self.users[rows],
-            None,
+        return replace(
+            self,
+            values=self.values[rows],
+            labels=self.labels[rows],
+            ids=None if self.ids is None else tuple(self.ids[i] for i in rows),
+            users=None if self.users is None else self.users[rows],
+            splits=None,
         )
 
     def as_images(self) -> LabelledImages:
         """The same as a part of a data set."""
-        known = self.labels != UNKNOWN
-        return LabelledImages(
-            TensorImages(torch.from_numpy(self.values)),
-            self.labels * known,
-            self.ids,
-            self.users,
-            None if known.all() else known,
-        )
+        inputs = TensorImages(torch.from_numpy(self.values))
+        return labelled(inputs, self.labels, self.ids, self.users)
+
+
+def labelled(
+    inputs: Images, labels: Labels, ids: tuple[str, ...] | None, users: npt.NDArray[Any] | None
+) -> LabelledImages:
+    """A part of a data set, of labels that are 0, 1 and :data:`UNKNOWN`."""
+    known = labels != UNKNOWN
+    return LabelledImages(inputs, labels * known, ids, users, None if known.all() else known)
 
 
 def moments(images: Images) -> tuple[tuple[float, ...], tuple[float, ...]]:
