@@ -186,6 +186,8 @@ def test_hours(monkeypatch: pytest.MonkeyPatch) -> None:
     assert "50.0 images per second" in words
     assert said(359_000, 0) is None
     assert said(361_000, 0) is not None
+    assert said(340_000, 59_000) is None  # evaluating takes a third: 359,667 images
+    assert said(340_000, 61_000) is not None
     assert said(718_000, 0, first=5) is None  # half of the rounds are done
     assert said(722_000, 0, first=5) is not None
     monkeypatch.undo()
