@@ -718,6 +718,15 @@ def test_the_run_page_says_what_was_reached(
     assert "No client dropped out or failed." in _words(pages("fedavg"))
 
 
+def test_the_page_names_the_command_or_one_that_does_the_same(tmp_path: Path) -> None:
+    folder = write_fake_run(tmp_path)
+    about = json.loads((folder / "environment.json").read_text())
+    (folder / "environment.json").write_text(json.dumps({**about, "command": "fedharmony run x"}))
+    assert "<code>fedharmony run x</code>" in write_report(folder).read_text()
+    (folder / "environment.json").unlink()
+    assert "<code>fedharmony run config.toml</code>" in write_report(folder).read_text()
+
+
 def test_lost_clients_are_said_at_the_top_and_marked_in_tables(tmp_path: Path) -> None:
     """Two failures in each of 2 × 2 runs; without failures there is neither mark nor notice."""
     lossy = write_fake_comparison(tmp_path / "lossy", seeds=(0, 1), failures=True)

@@ -199,7 +199,12 @@ def x_axis(
 
 
 def percent_axes(title: str) -> tuple[Drawing, Scale, Scale]:
-    """A drawing with per cent along both axes, and its scales: up and across."""
+    """A drawing with per cent along both axes, and its scales: up and across.
+
+    >>> _, up, across = percent_axes("score, %")
+    >>> up(50), across(50)  # in the middle of 6 … 214, and of 38 … 338
+    (110.0, 188.0)
+    """
     drawing, ticks = Drawing(250), range(0, 101, 20)
     up, across = Scale(-2, 102, 214, 6), Scale(-2, 102, 38, svg.WIDTH - 14)
     y_axis(drawing, up, across.start, across.end, ticks)

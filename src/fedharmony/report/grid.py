@@ -97,7 +97,11 @@ def latex(headings: Sequence[str], rows: Iterable[str], notes: Iterable[str]) ->
 
 
 def latex_row(cells: Iterable[str]) -> str:
-    """Cells as they are, as a row of a ``tabular``."""
+    r"""Cells as they are, as a row of a ``tabular``.
+
+    >>> print(latex_row(["a_b", "50 %"]))
+    a\_b & 50 \% \\
+    """
     return " & ".join(map(escape_latex, cells)) + r" \\"
 
 

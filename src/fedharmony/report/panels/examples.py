@@ -124,8 +124,8 @@ def _drawing(
 def _wrapped(names: list[str], letters: int, word: str = "") -> list[str]:
     """Names with commas between them, in lines of so many letters; nothing for no names.
 
-    >>> _wrapped(["cat", "dog", "cow"], 12, "found")
-    ['found: cat,', 'dog, cow']
+    >>> _wrapped(["cat", "dog", "cow"], 12, "found"), _wrapped(["red 3", "blue 4"], 11)
+    (['found: cat,', 'dog, cow'], ['red 3,', 'blue 4'])
     """
     shown = [svg.printable(name, 24) for name in names[:NAMED]]
     if len(names) > NAMED:
