@@ -146,15 +146,10 @@ def _failures(runs: Runs) -> dict[str, Any]:
             for event in run.rounds:
                 dropped += len(event.get("dropped") or ())
                 invited += len(event.get("cohort") or ())
-                rows += [
-                    (
-                        who,
-                        event["round"] + 1,
-                        *(f.get("name") or f.get("client", ""), f.get("stage", "")),
-                        f.get("reason", ""),
-                    )
-                    for f in event.get("failures") or ()
-                ]
+                for failure in event.get("failures") or ():
+                    client = failure.get("name") or failure.get("client", "")
+                    where = (who, event["round"] + 1, client, failure.get("stage", ""))
+                    rows.append((*where, failure.get("reason", "")))
     summary = "No client dropped out or failed."
     if lost := dropped + len(rows):
         share = f" ({words.percent(lost / invited)} of {invited:,} invitations)" if invited else ""

@@ -84,19 +84,14 @@ def sections(swept: Swept) -> dict[str, Section]:
         pictures = []
         for metric in METRIC_NAMES:
             series = [
-                Series(method, look, _curves(points, method, metric))
+                Series(method, look, curves)
                 for method, look in swept.looks.items()
+                if any(curves := _curves(points, method, metric))
             ]
-            if any(any(s.curves) for s in series):
-                pictures.append(
-                    curve(
-                        f"{metric}, %",
-                        [s for s in series if any(s.curves)],
-                        rounds=len(points),
-                        percent=True,
-                        values=(axis, names),
-                    )
-                )
+            if series:
+                title, places = f"{metric}, %", len(points)
+                values = (axis, names)
+                pictures.append(curve(title, series, rounds=places, percent=True, values=values))
         where = ", ".join(f"{k} = {v}" for k, v in zip(others, fixed, strict=True))
         lead = (
             "After the last round, on the pooled test set. Lines are means over seeds, bands ± one "

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import textwrap
 from collections.abc import Iterator, Mapping
-from itertools import chain
 
 import numpy as np
 
@@ -90,19 +89,11 @@ def _drawing(
     assert run.scores is not None
     present = np.flatnonzero(run.scores.labels[row] == 1)
     beside = ["There:", *_wrapped([run.classes[i] for i in present], BESIDE)]
-    below = {
-        name: list(
-            chain.from_iterable(
-                _wrapped([run.classes[i] for i in np.flatnonzero(part)], BELOW, word)
-                for word, part in (
-                    ("found", d.found),
-                    ("missed", d.missed),
-                    ("wrong", d.wrong),
-                )
-            )
-        )
-        for name, d in made.items()
-    }
+    below: dict[str, list[str]] = {}
+    for name, d in made.items():
+        for word, part in {"found": d.found, "missed": d.missed, "wrong": d.wrong}.items():
+            named = [run.classes[i] for i in np.flatnonzero(part)]
+            below.setdefault(name, []).extend(_wrapped(named, BELOW, word))
     lines = sum(len(texts) for texts in below.values()) + 0.4 * len(below)
     drawing = Drawing(SIDE + 12 + LINE * lines)
     drawing.photo(image, 0, 0, SIDE, SIDE)
