@@ -1,7 +1,6 @@
-"""The data interface, and the digit scenes: labels, pixels, planted correlation, cache."""
+"""The data interface, and the digit scenes: labels, pixels, planted correlation."""
 
 import itertools
-from concurrent.futures import ThreadPoolExecutor
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
@@ -21,12 +20,6 @@ SMALL = Digits.Config(train=60, test=30)
 CLEAN = Digits.Config(
     train=60, test=30, jitter=0.0, contrast=1.0, noise=0.0, clutter=0.0, occlusion=0.0
 )
-
-
-@pytest.fixture
-def cache(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
-    monkeypatch.setenv("FEDHARMONY_CACHE", str(tmp_path / "cache"))
-    return tmp_path / "cache"
 
 
 def same(a: dict[str, np.ndarray], b: dict[str, np.ndarray]) -> bool:
@@ -166,7 +159,7 @@ def test_planted_correlation_is_what_samples_show() -> None:
 # Pixels ------------------------------------------------------------------------------------------
 
 
-def test_scenes_are_a_data_set(cache: Path) -> None:
+def test_scenes_are_a_data_set() -> None:
     data = datasets["digits"](SMALL).load()
     assert (data.name, len(data.classes), data.classes[3]) == ("digits", 20, "red 3")
     for part, scenes in ((data.train, 60), (data.test, 30)):
@@ -177,6 +170,7 @@ def test_scenes_are_a_data_set(cache: Path) -> None:
         )
         assert set(part.labels.sum(1)) <= {1, 2, 3, 4}
     np.testing.assert_array_equal(data.planted, planted_correlation(SMALL))
+    assert same(arrays_of(data), compose(SMALL))
 
 
 def standardised(rows: np.ndarray) -> np.ndarray:
@@ -262,49 +256,3 @@ def test_settings_are_checked() -> None:
     ]:
         with pytest.raises(ConfigError, match=f"data.{key}"):
             build(Digits.Config, {key: value}, "data")
-
-
-# Cache -------------------------------------------------------------------------------------------
-
-
-def test_cache_gives_what_composing_gives(cache: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    fresh = arrays_of(Digits(SMALL).load())
-    assert same(fresh, compose(SMALL))
-    assert [file.suffix for file in cache.iterdir()] == [".npz"]
-    monkeypatch.setattr(digits, "compose", lambda config: pytest.fail("the cache was not used"))
-    assert same(arrays_of(Digits(SMALL).load()), fresh)
-
-
-def test_other_settings_use_another_file(cache: Path) -> None:
-    for config in (SMALL, replace(SMALL, noise=0.3), replace(SMALL, seed=1)):
-        Digits(config).load()
-    assert len(list(cache.iterdir())) == 3
-
-
-def test_damaged_cache_is_made_anew(cache: Path) -> None:
-    expected = arrays_of(Digits(SMALL).load())
-    (file,) = cache.iterdir()
-    whole = file.read_bytes()
-    rng = np.random.default_rng(0)
-    damaged = [b"", b"garbage", whole[: len(whole) // 2], whole[:-1]]
-    for at in [*range(0, 60, 3), *rng.integers(len(whole), size=20)]:
-        damaged.append(whole[:at] + bytes([whole[at] ^ 0xFF]) + whole[at + 1 :])
-    for content in damaged:
-        file.write_bytes(content)
-        assert same(arrays_of(Digits(SMALL).load()), expected)
-    np.savez(file, train_images=np.zeros(3))
-    assert same(arrays_of(Digits(SMALL).load()), expected)
-
-
-def test_unwritable_cache_costs_only_time(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    blocked = tmp_path / "file"
-    blocked.write_text("a file, not a folder")
-    monkeypatch.setenv("FEDHARMONY_CACHE", str(blocked / "cache"))
-    assert same(arrays_of(Digits(SMALL).load()), compose(SMALL))
-
-
-def test_loading_at_the_same_time_is_safe(cache: Path) -> None:
-    with ThreadPoolExecutor(4) as pool:
-        loaded = list(pool.map(lambda _: arrays_of(Digits(SMALL).load()), range(8)))
-    assert all(same(one, loaded[0]) for one in loaded)
-    assert [file.suffix for file in cache.iterdir()] == [".npz"]

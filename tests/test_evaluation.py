@@ -13,6 +13,7 @@ import torch
 from fedharmony.correlation import label_correlation
 from fedharmony.experiments import evaluate as evaluating
 from fedharmony.experiments import run as runs
+from fedharmony.experiments import scorer
 from fedharmony.experiments.build import Assembly, as_annotated, as_clients_see, assemble
 from fedharmony.experiments.evaluate import evaluate, matrices, owners, summarise
 from fedharmony.experiments.folder import RunFolder
@@ -56,7 +57,7 @@ def test_every_test_image_counts_and_only_known_labels_do(
     batch: int, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """23 images in batches of 8 and 10 leave a last one that is not full."""
-    monkeypatch.setattr(evaluating, "EVAL_BATCH", batch)
+    monkeypatch.setattr(scorer, "BATCH", batch)
     assembly = with_known(built("metrics.threshold=0.52"))
     test, found = assembly.data.test, evaluate(assembly, assembly.initial_state())
     scores = scores_of(assembly)

@@ -20,10 +20,10 @@ from fedharmony.engine.federation import FederationSettings
 from fedharmony.errors import ConfigError
 from fedharmony.experiments.build import assemble
 from fedharmony.experiments.evaluate import evaluate
+from fedharmony.experiments.scorer import Scorer
 from fedharmony.experiments.settings import compose
 from fedharmony.methods.base import Stage, Task
 from fedharmony.methods.fedrdn import STATISTICS, TABLE, FedRDN, chosen
-from fedharmony.metrics import ScoreStore
 from fedharmony.rng import torch_rng
 from fedharmony.types import PARAMS, Failure, Record, Reply
 from toy import Toy, same_bits, toy_data
@@ -466,13 +466,13 @@ def test_evaluation_uses_the_pooled_pair(monkeypatch: pytest.MonkeyPatch) -> Non
     assembly = assemble(compose(tree), data=DataSet("toy", tuple("abcdef"), train, test))
     state = assembly.initial_state().replace(THREE.groups)
     scores: list[Tensor] = []
-    add = ScoreStore.add
+    call = Scorer.__call__
 
-    def watch(store: ScoreStore, found: Tensor, *rest: Any) -> None:
-        scores.append(found)
-        add(store, found, *rest)
+    def watch(scorer: Scorer, images: Tensor) -> Tensor:
+        scores.append(call(scorer, images))
+        return scores[-1]
 
-    monkeypatch.setattr(ScoreStore, "add", watch)
+    monkeypatch.setattr(Scorer, "__call__", watch)
     evaluate(assembly, state)
     share = np.array([1, 2, 5]) / 8
     mean, std = (share @ THREE.get(TABLE)[n].double().numpy() for n in ("mean", "std"))

@@ -22,6 +22,7 @@ from fedharmony.files import (
     sole_writer,
     write_atomically,
 )
+from fedharmony.terminal import warn_once
 
 
 def test_writes_and_replaces(tmp_path: Path) -> None:
@@ -138,7 +139,7 @@ def test_a_file_system_without_locks_is_named_once(
     def none(handle: int, how: int) -> None:
         raise OSError(errno.ENOTSUP, "Operation not supported")
 
-    files._say_no_locks.cache_clear()
+    warn_once.cache_clear()
     monkeypatch.setattr(files.fcntl, "flock", none)
     (tmp_path / f".other.abc{PARTIAL}").write_bytes(b"perhaps being written")
     for _ in range(2):

@@ -13,12 +13,12 @@ import torch
 from PIL import Image
 
 from fedharmony.experiments import init, outlook
+from fedharmony.experiments.blueprint import Blueprint, Facts, blueprint
 from fedharmony.experiments.folder import RunFolder
 from fedharmony.experiments.run import start
-from fedharmony.experiments.settings import load_settings
+from fedharmony.experiments.settings import compose, load_settings
 from fedharmony.models.base import FeatureSpec, InputSpec, Model
 from fedharmony.models.heads import LinearHead
-from fedharmony.models.mlp import Mlp
 from fedharmony.models.vit import ViT
 from test_cli import refuse, results, succeed
 
@@ -143,32 +143,41 @@ def test_what_cannot_be_used(tmp_path: Path) -> None:
 # What a run says before it begins -----------------------------------------------------------------
 
 
-def vit(**sizes: Any) -> Model:
-    backbone = ViT(ViT.Config(width=16, depth=1, heads=2, **sizes), InputSpec(3, 32, 32))
-    return Model(backbone, LinearHead(16, 2))
+SPEC, SMALL_VIT = InputSpec(3, 32, 32), ViT.Config(width=16, depth=1, heads=2)
+
+
+def vit() -> Model:
+    return Model(ViT(SMALL_VIT, SPEC), LinearHead(16, 2))
+
+
+def plan(images: int = 60, spec: InputSpec | FeatureSpec = SPEC, **model: Any) -> Blueprint:
+    """Ten rounds with one client that has so many images."""
+    small = {"name": "vit", "width": 16, "depth": 1, "heads": 2}
+    tree: dict[str, Any] = {"run": {"rounds": 10}, "train": {"epochs": 1}, "federation": {}}
+    tree["federation"]["participation"] = 1.0
+    tree["model"] = model if "name" in model else {**small, **model}
+    return blueprint(compose(tree), Facts(("a", "b"), spec, {0: images}))
 
 
 def test_few_images_from_scratch() -> None:
     """The small transformer has 6,722 parameters: too many for 67 images, not for 68."""
-    model = vit()
-    assert model.num_parameters == 6722
-    said = outlook.scratch_warning(model, None, 67)
+    scratch = plan()
+    assert scratch.model.num_parameters == 6722
+    said = outlook.scratch_warning(scratch, 67)
     assert said is not None
     assert "6,722 parameters for 67 training images" in said
-    assert outlook.scratch_warning(model, None, 68) is None
-    assert outlook.scratch_warning(model, "file.safetensors", 67) is None
-    mlp = Mlp(Mlp.Config(), FeatureSpec((0.0,) * 50, (1.0,) * 50))
-    assert outlook.scratch_warning(Model(mlp, LinearHead(mlp.width, 2)), None, 10) is None
+    assert outlook.scratch_warning(scratch, 68) is None
+    assert outlook.scratch_warning(plan(weights="file.safetensors"), 67) is None
+    vectors = FeatureSpec((0.0,) * 50, (1.0,) * 50)
+    assert outlook.scratch_warning(plan(spec=vectors, name="mlp"), 10) is None
 
 
 def test_hours(monkeypatch: pytest.MonkeyPatch) -> None:
     """At 1/50 s an image, 900,000 trained and 300,000 evaluated images take 20,000 s: 6 hours."""
     monkeypatch.setattr(outlook, "seconds_per_image", lambda *args: 0.02)
-    model = vit()
-    params = model.init(torch.Generator().manual_seed(0))
 
-    def said(trained: int, evaluated: int) -> str | None:
-        return outlook.time_warning(model, params, (3, 32, 32), 16, trained, evaluated)
+    def said(trained: int, evaluated: int, first: int = 0) -> str | None:
+        return outlook.time_warning(plan(trained // 10), evaluated // 10, first)
 
     monkeypatch.setattr(outlook, "POSSIBLY_LONG", 0.0)
     words = said(900_000, 300_000)
@@ -177,6 +186,10 @@ def test_hours(monkeypatch: pytest.MonkeyPatch) -> None:
     assert "50.0 images per second" in words
     assert said(359_000, 0) is None
     assert said(361_000, 0) is not None
+    assert said(340_000, 59_000) is None  # evaluating takes a third: 359,667 images
+    assert said(340_000, 61_000) is not None
+    assert said(718_000, 0, first=5) is None  # half of the rounds are done
+    assert said(722_000, 0, first=5) is not None
     monkeypatch.undo()
     assert said(1000, 1000) is None  # not even timed
 

@@ -194,8 +194,8 @@ def test_a_worker_loads_data_once_and_never_takes_others(
     held: dict[str, DataSet] = {}
     for number, size in enumerate((90, 90, 60)):
         settings = load_settings("demo", [*SMALL, f"data.train={size}", "run.rounds=1"])
-        order = jobs._Order(tmp_path / str(number), settings.with_run("fedavg").tree(), "cpu")
-        jobs._carry_out(order, cast(Any, Pipe()), held)
+        tree = settings.with_run("fedavg").tree()
+        jobs._carry_out(cast(Any, Pipe()), held, tmp_path / str(number), tree, "cpu")
     assert [kind for kind, _ in sent if kind != "event"] == ["done"] * 3
     starts = [content for kind, content in sent if kind == "event" and content["event"] == "start"]
     assert [event["train_images"] for event in starts] == [90, 90, 60]

@@ -18,7 +18,6 @@ from fedharmony.metrics import (
     METRIC_NAMES,
     MetricOptions,
     MultiLabelResult,
-    ScoreStore,
     average_precision,
     evaluate,
     evaluate_clients,
@@ -453,55 +452,6 @@ def test_client_mean_skips_undefined_values():
         evaluate_clients(scores, targets, [np.array([0, 1]), np.array([], int)])
     with pytest.raises(DataError, match="no client was given"):
         evaluate_clients(scores, targets, [])
-
-
-# ----------------------------------------------------------------------------------- store
-
-
-@settings(deadline=None, max_examples=40)
-@given(cases(max_images=40, masked=True), st.data())
-def test_any_split_into_batches_gives_the_same_bits(case, data):
-    scores, targets, known = case
-    scores = (scores * 0.9).astype(np.float32)
-    cuts = sorted(data.draw(st.sets(st.integers(1, max(1, len(scores) - 1)))))
-    use_mask = data.draw(st.booleans())
-    batches = [b for b in np.split(np.arange(len(scores)), cuts) if len(b)]
-    store = ScoreStore()
-    for batch in batches:
-        shown = known[batch] if use_mask else None
-        store.add(torch.from_numpy(scores[batch]), targets[batch], shown)
-    assert len(store) == len(scores)
-    for options in (MetricOptions(), MetricOptions(ap_ties="stable", topk=2)):
-        whole = evaluate(scores, targets, options, known if use_mask else None)
-        assert_same_bits(store.result(options), whole)
-
-
-def test_store_keeps_small_copies():
-    scores, targets = torch.rand(3, 2, generator=torch.Generator().manual_seed(0)), torch.eye(3, 2)
-    before = scores.clone()
-    store = ScoreStore()
-    store.add(scores, targets)
-    store.add(scores, targets, known=np.array([[1, 0]] * 3))
-    scores.zero_()  # a loader may reuse its buffers
-    kept, truth, known = store.arrays()
-    np.testing.assert_array_equal(kept, torch.cat([before, before]).numpy())
-    assert (kept.dtype, truth.dtype) == (np.float32, np.uint8)
-    assert known is not None
-    assert known.tolist() == [[True, True]] * 3 + [[True, False]] * 3
-
-
-def test_store_refuses_what_does_not_fit():
-    store = ScoreStore()
-    with pytest.raises(DataError, match="No scores were stored"):
-        store.result()
-    store.add(SCORES, TARGETS)
-    with pytest.raises(DataError, match="1 labels cannot join a store with 4"):
-        store.add([[0.5]], [[1]])
-    bad = SCORES.copy()
-    bad[2, 1] = np.nan
-    with pytest.raises(DataError, match="row 8, label 1"):  # counted over all batches
-        store.add(bad, TARGETS)
-    assert len(store) == 6
 
 
 # ------------------------------------------------------------------------------ validation

@@ -94,7 +94,7 @@ def test_every_method_predicts_what_it_was_measured_by(
     settings = RunFolder(here).open()
     assembly = assemble(settings, RunFolder(here)["partition.json"])
     state = RunFolder(here).load_state(settings).state
-    expected = score(assembly, state, assembly.data.test).arrays()[0]
+    expected = score(assembly, state, assembly.data.test.images)
     elsewhere = [Path(shutil.copy(path, tmp_path)) for path in tests]
     shutil.rmtree(tmp_path / "data")
     model = load_model(RunFolder(here), "cpu")
@@ -175,6 +175,7 @@ def test_names_stay_with_their_scores_behind_images_that_cannot_be_read(
     model = load_model(RunFolder(here))
     found = list(predictions(model, every))
     assert [p.name for p in found] == [str(path) for path in every]
+    assert [p.trouble for p in found if p.scores is None] == ["it is not an image of a known kind"]
     expected = [p.scores for p in predictions(model, tests)]
     np.testing.assert_allclose(np.stack([p.scores for p in found[-6:]]), expected, atol=1e-6)
     words = [str(here), str(tests[0]), "--csv", "none.csv", "--threshold", "1"]

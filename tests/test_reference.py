@@ -218,7 +218,7 @@ def test_a_plan_decodes_no_image_and_misses_none(
 def test_weights_are_read_where_nothing_is_timed(tmp_path: Path) -> None:
     """On a GPU the time of a step is not known beforehand."""
     settings = load_settings("demo", [*SMALL, "model.weights=/nowhere.safetensors"])
-    untimed = mock.patch.object(dry_run, "_seconds", return_value=None)
+    untimed = mock.patch.object(dry_run, "seconds_each", side_effect=AssertionError)
     with untimed, pytest.raises(FedHarmonyError, match="nowhere"):
         dry_run.plan_of_run(settings, tmp_path / "x")
 

@@ -9,7 +9,7 @@ import io
 import json
 import math
 import re
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from html.parser import HTMLParser
 from pathlib import Path
 from typing import Any
@@ -23,7 +23,7 @@ from fake_run import METHODS, write_fake_comparison, write_fake_run
 from fedharmony.errors import CheckpointError
 from fedharmony.metrics import METRIC_NAMES
 from fedharmony.report import svg, words
-from fedharmony.report.charts import Row, Series, curve, dots, span
+from fedharmony.report.charts import Picture, Row, Series, curve, dots, span
 from fedharmony.report.load import Runs, RunView, load, load_run
 from fedharmony.report.order import LabelOrder, cluster_order, spectral_order
 from fedharmony.report.page import write_report
@@ -32,7 +32,6 @@ from fedharmony.report.panels import aggregation
 from fedharmony.report.panels.aggregation import (
     Aggregation,
     client_rows,
-    effective,
     same_weights,
     weights_map,
 )
@@ -462,13 +461,23 @@ def test_unknown_entries_and_the_diagonal_are_left_out() -> None:
     assert int(np.isfinite(by_pair).sum()) == 4
 
 
-def test_effective_clients_and_references(tmp_path: Path) -> None:
-    """Weights ½, ¼, ¼: 1 / (¼ + 1/16 + 1/16) = 8/3. Sizes 1, 1, 2: 16 / (1 + 1 + 4) = 8/3."""
+def test_effective_clients_and_references(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Weights ½, ¼, ¼: 1 / (¼ + 1/16 + 1/16) = 8/3. Sizes 1, 1, 4: 36 / (1 + 1 + 16) = 2."""
     event = {"round": 0, "weights": {"0": 0.25, "1": 0.25, "2": 0.5}}
-    run = RunView(tmp_path, rounds=(event,), matrices={"client_sizes": np.array([1.0, 1.0, 2.0])})
-    assert effective(run, aggregation._own) == {1: pytest.approx(8 / 3)}
-    assert effective(run, aggregation._sizes(run)) == {1: pytest.approx(8 / 3)}
-    assert effective(run, aggregation._equal) == {1: pytest.approx(3.0)}
+    run = RunView(tmp_path, rounds=(event,), matrices={"client_sizes": np.array([1.0, 1.0, 4.0])})
+    seen: dict[str, Any] = {}
+
+    def draw(title: str, lines: Sequence[Series], **how: Any) -> Picture:
+        seen.update({line.name: line.curves for line in lines})
+        return Picture(title, "")
+
+    monkeypatch.setattr(aggregation, "curve", draw)
+    panels["aggregation"]().draw(Runs("", tmp_path, {"fedavg": (run,)}))
+    assert seen == {
+        "fedavg": ({1: pytest.approx(8 / 3)},),
+        "equal weights": ({1: pytest.approx(3.0)},),
+        "weights by size": ({1: pytest.approx(2.0)},),
+    }
 
 
 def test_methods_with_the_same_weights_share_a_picture(tmp_path: Path) -> None:
@@ -707,6 +716,15 @@ def test_the_run_page_says_what_was_reached(
     assert "3 drop-outs and 2 failures (2.1 % of 240 invitations)" in words
     assert "loss is not finite" in words
     assert "No client dropped out or failed." in _words(pages("fedavg"))
+
+
+def test_the_page_names_the_command_or_one_that_does_the_same(tmp_path: Path) -> None:
+    folder = write_fake_run(tmp_path)
+    about = json.loads((folder / "environment.json").read_text())
+    (folder / "environment.json").write_text(json.dumps({**about, "command": "fedharmony run x"}))
+    assert "<code>fedharmony run x</code>" in write_report(folder).read_text()
+    (folder / "environment.json").unlink()
+    assert "<code>fedharmony run config.toml</code>" in write_report(folder).read_text()
 
 
 def test_lost_clients_are_said_at_the_top_and_marked_in_tables(tmp_path: Path) -> None:

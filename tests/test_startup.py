@@ -10,8 +10,6 @@ from typing import Any
 
 import pytest
 
-from fedharmony.data.base import datasets
-
 #: Each takes a tenth of a second to several seconds to import.
 SLOW = {"numpy", "pandas", "PIL", "scipy", "sklearn", "timm", "torch"}
 SLOW |= {"sympy", "torchvision", "transformers"}  # sympy comes with torch's compiler
@@ -48,8 +46,6 @@ def test_help_imports_nothing_slow(args: list[str]) -> None:
 
 def test_a_run_imports_what_it_needs_when_it_needs_it(tmp_path: Path) -> None:
     """FedAvg clusters nothing, and nothing is drawn before the last round."""
-    digits = datasets["digits"]
-    digits(digits.Config(train=40, test=20)).load()  # into the cache: making it needs scikit-learn
     changes = [
         *("run.method=fedavg", "run.rounds=1", "data.train=40", "data.test=20", "split.clients=2"),
         *("train.epochs=1", "model.width=16", "model.depth=1", "model.heads=2", "engine.threads=1"),

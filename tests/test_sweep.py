@@ -13,8 +13,7 @@ from fake_run import write_fake_comparison
 from fedharmony.errors import CheckpointError, ConfigError
 from fedharmony.experiments import compare
 from fedharmony.experiments import run as runs
-from fedharmony.experiments.sweep import execute as execute_all
-from fedharmony.experiments.sweep import kind_of_data, plan, split_changes
+from fedharmony.experiments.sweep import execute, plan, split_changes
 from fedharmony.report.sweep import load_sweep, page, sections, table_of, to_csv, write_sweep
 from test_cli import refuse, succeed
 
@@ -140,17 +139,14 @@ def test_a_sweep_under_way(tmp_path: Path) -> None:
 def test_runs_are_numbered_through_all_points(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    points = plan("demo", ["train.lr=0.1,0.2,0.3"], ["fedavg", "fedprox"], [0], tmp_path)
-    seen: list[int] = []
-
-    def execute(runs: Any, observer: Any, data: Any) -> None:
-        for i, run in enumerate(runs):
-            observer(i, run)
-
-    monkeypatch.setattr(compare, "execute", execute)
-    data: Any = {kind_of_data(point): None for point in points}
-    execute_all(points, lambda i, run: seen.append(i) or (lambda event: None), data)  # type: ignore[func-returns-value]
-    assert seen == [0, 1, 2, 3, 4, 5]
+    points = plan("demo", ["data.seed=1,2"], ["fedavg", "fedprox"], [0], tmp_path)
+    planned = [run for point in points for run in point.runs]
+    data: Any = {repr(run.settings.data): f"data of {run.settings.data}" for run in planned}
+    seen: list[tuple[Any, ...]] = []
+    monkeypatch.setattr(compare, "carry_out", lambda *of: seen.append(of))
+    execute(planned, lambda i, run: i, data)  # type: ignore[arg-type,return-value]
+    assert seen == [(run, i, f"data of {run.settings.data}") for i, run in enumerate(planned)]
+    assert (len(data), len(planned)) == (2, 4)
 
 
 def test_runs_under_way_are_not_drawn(tmp_path: Path) -> None:

@@ -77,13 +77,13 @@ def test_a_run_chooses_thresholds_on_images_that_nobody_trains_on(tmp_path: Path
     results = start(settings, folder, lambda event: None)
     found = results["thresholds"]
     state = folder.load_state(folder.open()).state
-    scores, labels, _ = score(assembly, state, part).arrays()
+    scores, labels = score(assembly, state, part.images), part.labels
     expected = best_thresholds(scores, labels, settings.metrics.threshold)
     np.testing.assert_allclose(found["per_label"], expected)
     assert found["images"] == 30
     assert found["positives"] == labels.sum(0).tolist()
     assert set(found["metrics"]) == {"CP", "CR", "CF1", "OP", "OR", "OF1"}
-    tests, truth, _ = score(assembly, state, assembly.data.test).arrays()
+    tests, truth = score(assembly, state, assembly.data.test.images), assembly.data.test.labels
     hits = ((tests >= expected) & (truth == 1)).sum()
     assert found["metrics"]["OR"] == pytest.approx(hits / truth.sum())
 

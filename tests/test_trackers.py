@@ -42,7 +42,6 @@ class Notes(Tracker):
     """Writes down what it is told."""
 
     packages = ("json",)
-    extra = "none"
 
     def __init__(self, subject: Subject) -> None:
         self.subject, self.calls = subject, list[Any]()

@@ -38,7 +38,7 @@ from fedharmony.experiments.evaluate import evaluate
 from fedharmony.experiments.machine import choose_mode, switch_torch
 from fedharmony.experiments.settings import EngineSettings, load_settings
 from fedharmony.methods.base import methods
-from fedharmony.metrics import MetricOptions, ScoreStore
+from fedharmony.metrics import evaluate as metrics_of
 from fedharmony.models.base import InputSpec, Model, models, stack
 from fedharmony.models.heads import LinearHead
 from fedharmony.models.vit import ViT, block
@@ -114,9 +114,7 @@ def mean_average_precision(toy: Toy, state: Record) -> float:
     message = toy.method.evaluation(state)
     images = toy.method.normalise(toy.data.images.pixels, message, {})
     scores = toy.method.predict(toy.model.apply(params, images.unsqueeze(0))[0], state)
-    store = ScoreStore()
-    store.add(scores, toy.data.labels)
-    return float(store.result(MetricOptions()).as_dict()["mAP"])
+    return metrics_of(scores, toy.data.labels).map
 
 
 @pytest.mark.parametrize("name", methods.names())

@@ -85,10 +85,11 @@ def test_a_run_is_running_killed_failed_or_completed(tmp_path: Path) -> None:
     order(tmp_path, "b", server={"pid": os.getpid(), "began": "0"})
     order(tmp_path, "c", server=own, outcome={"status": "failed", "error": "too few"})
     order(tmp_path, "d", rounds=0, outcome={"status": "completed", "error": ""})
-    found = {run.folder.name: run for run in runs_of(Link(tmp_path))}
+    found = {run.view.folder.name: run for run in runs_of(Link(tmp_path))}
     states = {name: run.status for name, run in found.items()}
     assert states == {"a": "running", "b": "killed", "c": "failed", "d": "completed"}
-    assert (found["a"].done, found["a"].rounds, found["d"].done) == (2, 4, 0)
+    views = {name: run.view for name, run in found.items()}
+    assert (views["a"].rounds_done, views["a"].rounds_total, views["d"].rounds_done) == (2, 4, 0)
     assert found["c"].reason == "too few"
     assert found["a"].seen == {"ada": 2}
     assert found["a"].facts["MB a round"] == "1.50"

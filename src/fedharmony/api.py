@@ -19,7 +19,6 @@ from typing import Any
 
 import numpy as np
 import numpy.typing as npt
-import torch
 
 from fedharmony.config import built_in_configs, flat, nested
 from fedharmony.data.arrays import data_set, inputs_of, labels_of
@@ -35,7 +34,6 @@ from fedharmony.experiments.compare import (
     rehearse,
     write_index,
 )
-from fedharmony.experiments.evaluate import EVAL_BATCH
 from fedharmony.experiments.folder import RunFolder, folder_name, unused
 from fedharmony.experiments.init import fitting
 from fedharmony.experiments.machine import with_threads
@@ -55,13 +53,7 @@ Array = npt.NDArray[np.float32]
 
 
 class Run:
-    """A finished run: its results, and the model it ended with.
-
-    Attributes:
-        folder: Where everything about the run is.
-        settings: All settings of the run.
-        results: What ``results.json`` holds.
-    """
+    """A finished run: its folder, its settings and results, and the model it ended with."""
 
     def __init__(self, folder: str | Path, device: str | None = None) -> None:
         self.folder = Path(folder)
@@ -98,15 +90,20 @@ class Run:
     def predict(self, images: Any) -> Array:
         """The score of every label, from 0 to 1, for new images.
 
-        Args:
-            images: An array or tensor as :func:`train` takes it; or paths of image files, folders
-                and tables, or of files of features.
-
-        Returns:
-            float32 (N, C), labels in the order of :attr:`classes`.
+        These are an array or tensor as :func:`train` takes it; or paths of image files, folders and
+        tables, or of files of features. The result is float32 (N, C), labels in the order of
+        :attr:`classes`.
         """
         if places := _paths(images):
-            return self._predict_files(places)
+            found = list(predictions(self.model, places))
+            unread = [prediction for prediction in found if prediction.scores is None]
+            if unread:
+                raise DataError(
+                    f"{len(unread):,} of {len(found):,} images cannot be read, first "
+                    f"{unread[0].name}: {unread[0].trouble}. 'fedharmony predict' leaves such "
+                    "images out."
+                )
+            return np.stack([p.scores for p in found if p.scores is not None])
         inputs, wanted = inputs_of(images), self.model.facts.input
         if inputs.shape != wanted.shape:
             raise DataError(
@@ -114,39 +111,17 @@ class Run:
                 f"shape {('N', *inputs.shape)}. Resize them as the training images were, or give "
                 "the paths of image files."
             )
-        chunks = [
-            self.model.scorer(chunk.to(self.model.device)).float().cpu()
-            for chunk in torch.split(inputs.pixels, EVAL_BATCH)
-        ]
-        scores: Array = torch.cat(chunks).numpy()
-        return scores
-
-    def _predict_files(self, places: Sequence[Path]) -> Array:
-        found = list(predictions(self.model, places))
-        unread = [prediction for prediction in found if prediction.scores is None]
-        if unread:
-            raise DataError(
-                f"{len(unread):,} of {len(found):,} images cannot be read, first {unread[0].name}: "
-                f"{unread[0].trouble}. 'fedharmony predict' leaves such images out."
-            )
-        return np.stack([p.scores for p in found if p.scores is not None])
+        return self.model.scorer.all(inputs, self.model.device)
 
     def predict_labels(self, images: Any, top: int | None = None) -> list[list[str]]:
-        """The names of the labels that each image is given, the surest first.
-
-        Args:
-            images: As for :meth:`predict`.
-            top: So many labels at most.
-        """
+        """The names of the labels that each image is given, the surest first, ``top`` at most."""
         rule = Rule(self.model.thresholds, top)
         return [[self.classes[i] for i in rule.labels(row)] for row in self.predict(images)]
 
     def evaluate(self, images: Any, labels: Any) -> MultiLabelResult:
         """All metrics on other images, by the run's own metric settings.
 
-        Args:
-            images: As for :meth:`predict`.
-            labels: (N, C) zeros and ones; NaN or −1 where a label is unknown.
+        Labels are (N, C) zeros and ones; NaN or −1 where a label is unknown.
         """
         truth = labels_of(labels)
         return metrics_of(self.predict(images), truth, self.settings.metrics, truth != UNKNOWN)
@@ -157,12 +132,7 @@ class Run:
 
 
 class Comparison:
-    """Runs of several methods and seeds on the same data.
-
-    Attributes:
-        folder: Where everything about the comparison is.
-        runs: All runs, by method and seed.
-    """
+    """Runs of several methods and seeds on the same data; ``runs`` by method and seed."""
 
     def __init__(self, folder: str | Path, device: str | None = None) -> None:
         self.folder = Path(folder)
@@ -273,22 +243,10 @@ def compare(
 ) -> Comparison:
     """Train several methods on several seeds: same data, split and cohorts for all.
 
-    Args:
-        images: As for :func:`train`, and so are the other arguments.
-        labels: Of the images.
-        methods: ``"name"``, ``"name:preset"``, ``"all"``, or ``"central"`` for training in one
-            place.
-        seeds: Of run and initial model.
-        against: Show how far every method lies from this one, with intervals.
-        clients: Who holds which image.
-        rounds: Communication rounds.
-        test: What to test on.
-        classes: The names of the labels.
-        settings: Further settings.
-        out: The folder of the comparison; by default a new one in ``runs``. Runs that it holds
-            already are kept, unfinished ones continued.
-        device: Where to compute.
-        quiet: Print nothing.
+    Arguments are those of :func:`train`, and these: ``methods`` are ``"name"``, ``"name:preset"``,
+    ``"all"``, or ``"central"`` for training in one place; ``seeds`` are of run and initial model;
+    ``against`` names the method from which the distance of all others is shown, with intervals.
+    Runs that the folder ``out`` holds already are kept, unfinished ones continued.
     """
     name, composed, data = _prepare(
         *(images, labels, clients, test, classes, settings, {"run.rounds": rounds}, device)

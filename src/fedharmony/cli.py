@@ -39,25 +39,13 @@ app = typer.Typer(
 #: The option that shows traces: wherever it stands, :func:`main` takes it out.
 DEBUG = "--debug"
 
-app.command()(run)
-app.command()(resume)
-app.command()(compare)
-app.command()(sweep)
-app.command()(tune)
-app.command()(show)
-app.command()(demo)
-app.command()(report)
-app.command(name="list")(list_components)
-app.command()(reproduce)
-app.command()(privacy)
-app.command()(predict)
-app.command()(export)
-app.command()(init)
-app.command()(partition)
-app.add_typer(data_app, name="data")
-app.add_typer(models_app, name="models")
-app.add_typer(site_app, name="site")
-app.add_typer(flower_app, name="flower")
+for command in (
+    *(run, resume, compare, sweep, tune, show, demo, report, list_components, reproduce),
+    *(privacy, predict, export, init, partition),
+):
+    app.command(name=command.__name__.removesuffix("_components"))(command)
+for group in (data_app, models_app, site_app, flower_app):
+    app.add_typer(group)
 
 
 def _version(show: bool) -> None:

@@ -10,14 +10,11 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, Any
 
 import typer
-from rich.progress import BarColumn, MofNCompleteColumn, TextColumn, TimeRemainingColumn
-from rich.progress import Progress as Bar
 from rich.table import Table
 
-from fedharmony.errors import CheckpointError, ConfigError, DataError, shown
-from fedharmony.reading import fault_of
-from fedharmony.registry import load_plugins
-from fedharmony.terminal import console, say
+from fedharmony.cli_options import ConfigArgument, Overrides, Plugins, bar, settings_of, usable
+from fedharmony.errors import CheckpointError, ConfigError, DataError
+from fedharmony.terminal import columns, console, pairs, say
 
 if TYPE_CHECKING:
     from fedharmony.data.base import Source
@@ -26,9 +23,11 @@ if TYPE_CHECKING:
     from fedharmony.partition.report import SplitReport
 
 data_app = typer.Typer(
-    no_args_is_help=True, help="Check data sets on disk, and decode their images ahead of a run."
+    name="data",
+    no_args_is_help=True,
+    help="Check data sets on disk, and decode their images ahead of a run.",
 )
-models_app = typer.Typer(no_args_is_help=True, help="Weights of pre-trained models.")
+models_app = typer.Typer(name="models", no_args_is_help=True, help="Weights of pre-trained models.")
 
 Name = Annotated[
     str,
@@ -39,14 +38,6 @@ Changes = Annotated[
     list[str] | None,
     typer.Argument(metavar="[KEY=VALUE]...", help="Settings of the loader, e.g. `year=2012`."),
 ]
-
-
-def usable(given: Any) -> Any:
-    """Refuse names that no file can have before anything is done."""
-    for path in given if isinstance(given, list) else [given]:
-        if path is not None and (fault := fault_of(path)):
-            raise ConfigError(f"{shown(str(path))} cannot be the name of a file: {fault}.")
-    return given
 
 
 def source(name: str, path: Path, changes: Sequence[str] | None) -> Source:
@@ -73,16 +64,13 @@ def source(name: str, path: Path, changes: Sequence[str] | None) -> Source:
 @contextmanager
 def decoding(quiet: bool = False) -> Iterator[Callable[[int, int], None]]:
     """A progress bar on a terminal, visible only while images are decoded."""
-    screen = console(stderr=True)
-    columns = (TextColumn("decoding"), BarColumn(), MofNCompleteColumn(), TimeRemainingColumn())
-    hidden = quiet or not screen.is_terminal
-    with Bar(*columns, console=screen, transient=True, disable=hidden) as bar:
-        task = bar.add_task("decoding", total=None, visible=False)
+    with bar("decoding", quiet) as shown:
+        task = shown.add_task("decoding", total=None, visible=False)
 
         def show(done: int, total: int) -> None:
-            bar.update(task, completed=done, total=total, visible=True, refresh=done == total)
+            shown.update(task, completed=done, total=total, visible=True, refresh=done == total)
             if done == total:  # the line is free for messages until the test images follow
-                bar.reset(task, visible=False)
+                shown.reset(task, visible=False)
 
         yield show
 
@@ -114,29 +102,18 @@ def check(name: Name, path: Place, changes: Changes = None) -> None:
 def check_tables(found: Check) -> Iterator[Table]:
     """Classes with counts, facts, and figures beside what they should be, where there are any."""
     if found.classes:
-        table = _columns("class", "training", "test")
+        table = columns("class", "training", "test", right=("training", "test"))
         for count in found.classes:
             table.add_row(count.name, f"{count.train:,}", f"{count.test:,}")
         yield table
     if found.facts:
-        table = Table(box=None, pad_edge=False, show_header=False)
-        for fact in found.facts:
-            table.add_row(*fact)
-        yield table
+        yield pairs(dict(found.facts))
     if found.lines:
-        table = _columns("", "expected", "found", "")
+        table = columns("", "expected", "found", "", right=("expected", "found"))
         for line in found.lines:
             mark, style = ("", None) if line.ok else ("differs", "bold red")
             table.add_row(line.what, f"{line.expected:,}", f"{line.found:,}", mark, style=style)
         yield table
-
-
-def _columns(first: str, *others: str) -> Table:
-    table = Table(box=None, pad_edge=False)
-    table.add_column(first)
-    for heading in others:
-        table.add_column(heading, justify="right" if heading else "left")
-    return table
 
 
 @data_app.command()
@@ -209,20 +186,15 @@ def init(
 
 
 def partition(
-    config: Annotated[str, typer.Argument(metavar="CONFIG", help="TOML file or built-in name.")],
-    overrides: Annotated[
-        list[str] | None, typer.Argument(metavar="[KEY=VALUE | CONFIG]...")
-    ] = None,
+    config: ConfigArgument,
+    overrides: Overrides = None,
     out: Annotated[
         Path | None,
         typer.Option(
             "--out", "-o", callback=usable, help="Folder for table, picture and partition."
         ),
     ] = None,
-    plugin: Annotated[
-        list[Path] | None,
-        typer.Option("--plugin", help="Python file that registers a splitter, … of your own."),
-    ] = None,
+    plugin: Plugins = None,
 ) -> None:
     """Preview a split as table and picture, without training and without decoding an image.
 
@@ -233,17 +205,15 @@ def partition(
     from fedharmony.engine.checkpoint import write_file
     from fedharmony.experiments.folder import RunFolder, make_folder
     from fedharmony.experiments.preview import preview
-    from fedharmony.experiments.settings import load_settings
     from fedharmony.report.split import split_picture
 
-    load_plugins(plugin or ())
     folder = RunFolder(out or Path("runs") / f"{Path(config).stem}-split")
     if folder.holds_run():
         raise CheckpointError(
             f"{folder.path} holds a run, whose partition must stay as it is. Choose another folder "
             "with --out."
         )
-    found = preview(load_settings(config, list(overrides or ())))
+    found = preview(settings_of(config, overrides, plugins=plugin))
     make_folder(folder.path)
     found.partition.save(folder["partition.json"])
     folder.write_json("split_report.json", found.report.as_dict())
@@ -271,11 +241,7 @@ def split_table(report: SplitReport, partition: Partition) -> Table:
         "  over clients of 20 images up": f"{report.drift_clients:,}",
         "image transforms": _tally(partition.transforms),
     }
-    table = Table(box=None, pad_edge=False, show_header=False)
-    for name, value in rows.items():
-        if value is not None:
-            table.add_row(name, value)
-    return table
+    return pairs({name: value for name, value in rows.items() if value is not None})
 
 
 def _number(value: float | None) -> str:

@@ -2,24 +2,31 @@
 
 from __future__ import annotations
 
-import shlex
 from collections.abc import Callable
 from pathlib import Path
-from typing import TYPE_CHECKING, Annotated, Any
+from typing import TYPE_CHECKING, Annotated
 
 import typer
-from rich.table import Table
 
-from fedharmony.cli_data import usable
-from fedharmony.cli_options import ConfigArgument, Overrides
+from fedharmony.cli_guard import resumable
+from fedharmony.cli_options import (
+    ConfigArgument,
+    Overrides,
+    Quiet,
+    RunFolderArgument,
+    settings_of,
+    usable,
+)
+from fedharmony.cli_report import show_folder
 from fedharmony.errors import ConfigError, Stopped
 from fedharmony.report.progress import Progress
-from fedharmony.terminal import console, say
+from fedharmony.terminal import columns, console, say
 
 if TYPE_CHECKING:
     from fedharmony.flower.link import Link, Ordered
 
 flower_app = typer.Typer(
+    name="flower",
     no_args_is_help=True,
     help="Real federations on Flower: a SuperLink, its sites, and runs over them.",
 )
@@ -36,7 +43,9 @@ Wait = Annotated[float, typer.Option("--wait", min=0, help="Seconds to wait for 
 Limit = Annotated[
     float, typer.Option("--limit", min=1, help="Seconds a site has to answer in an exchange.")
 ]
-Quiet = Annotated[bool, typer.Option("--quiet", "-q", metavar="", help="Print only the result.")]
+Out = Annotated[
+    Path, typer.Option("--out", "-o", callback=usable, help="Folder for what the run writes.")
+]
 HOME = Path("federation")
 
 
@@ -126,7 +135,7 @@ def status(
             say(f"http://127.0.0.1:{watch.server_port} shows the federation in {link.home}.")
             watch.serve_forever()
     say(f"Sites reach the SuperLink, process {link.pid}, at {link.address}.")
-    table = Table("site", "status", "last came online", box=None, pad_edge=False)
+    table = columns("site", "status", "last came online")
     for site in link.sites():
         table.add_row(*site)
     console().print(table)
@@ -137,9 +146,7 @@ def run(
     config: ConfigArgument,
     overrides: Overrides = None,
     *,
-    out: Annotated[
-        Path, typer.Option("--out", "-o", callback=usable, help="Folder for what the run writes.")
-    ],
+    out: Out,
     sites: Sites,
     least: Least = None,
     wait: Wait = 600.0,
@@ -152,10 +159,9 @@ def run(
     Example: `fedharmony flower run study.toml --sites 3 --out runs/study`
     """
     from fedharmony.experiments.folder import RunFolder
-    from fedharmony.experiments.settings import load_settings
     from fedharmony.site.policy import offered
 
-    settings = load_settings(config, overrides or [])
+    settings = settings_of(config, overrides)
     offered(settings)
     RunFolder(out).refuse_if_taken(settings)
     link = _link(home)
@@ -164,9 +170,7 @@ def run(
 
 @flower_app.command()
 def resume(
-    folder: Annotated[
-        Path, typer.Argument(metavar="RUN", callback=usable, help="The folder of the run.")
-    ],
+    folder: RunFolderArgument,
     least: Annotated[int, typer.Option(min=1, help="Fewest sites online when a round begins.")] = 2,
     wait: Wait = 600.0,
     limit: Limit = 3600.0,
@@ -191,9 +195,7 @@ def simulate(
     config: ConfigArgument,
     overrides: Overrides = None,
     *,
-    out: Annotated[
-        Path, typer.Option("--out", "-o", callback=usable, help="Folder for what the run writes.")
-    ],
+    out: Out,
     cpus: Annotated[int, typer.Option(min=1, help="CPUs of each of Ray's processes.")] = 1,
     gpus: Annotated[float, typer.Option(min=0, help="GPUs of each.")] = 0.0,
     quiet: Quiet = False,
@@ -203,38 +205,22 @@ def simulate(
     For those whose cluster is Ray; on one machine `fedharmony run` is far faster.
     """
     from fedharmony.experiments.folder import RunFolder
-    from fedharmony.experiments.settings import load_settings
     from fedharmony.flower import simulated
 
-    settings, folder = load_settings(config, overrides or []), RunFolder(out)
+    settings, folder = settings_of(config, overrides), RunFolder(out)
     folder.refuse_if_taken(settings)
     with Progress(quiet=quiet) as progress:
         simulated.start(settings, folder, progress, cpus, gpus)
-    _show(out, quiet)
+    show_folder(out, quiet)
 
 
 def _follow(order: Callable[[], Ordered], folder: Path, quiet: bool) -> None:
     """Show a run until it ends, then its table and report; Ctrl-C ends the run, too."""
-    with Progress(quiet=quiet) as progress:
+    with Progress(quiet=quiet) as progress, resumable(folder, "fedharmony flower resume"):
         ordered = order()
         try:
             ordered.follow(progress)
-        except (KeyboardInterrupt, Stopped) as stop:
+        except (KeyboardInterrupt, Stopped):
             ordered.stop()
-            again = f"fedharmony flower resume {shlex.quote(str(folder))}"
-            say(f"\nStopped. Every finished round is saved; go on with\n  {again}", err=True)
-            raise typer.Exit(getattr(stop, "code", 130)) from None
-    _show(folder, quiet)
-
-
-def _show(folder: Path, quiet: bool) -> None:
-    """The table of a run that is complete, and its report."""
-    from fedharmony.report.load import load
-    from fedharmony.report.page import write_report
-    from fedharmony.report.tables import table_of
-
-    runs: Any = load(folder)
-    page, screen = write_report(runs), console()
-    screen.print(table_of(runs).to_rich(screen.width))
-    if not quiet:
-        screen.print(f"Report: {page}", soft_wrap=True)
+            raise
+    show_folder(folder, quiet)

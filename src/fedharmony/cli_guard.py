@@ -12,7 +12,7 @@ import tempfile
 import threading
 import traceback
 from collections.abc import Callable, Iterator
-from contextlib import contextmanager, suppress
+from contextlib import AbstractContextManager, contextmanager, suppress
 from datetime import UTC, datetime
 from pathlib import Path
 from typing import Any, NoReturn
@@ -39,51 +39,35 @@ def _is_output_lost(error: Exception) -> bool:
 
 
 @contextmanager
-def _crashes_in(folder: Path) -> Iterator[None]:
-    """Where the trace of an unexpected error belongs."""
+def stoppable(folder: Path, kept: str, command: str) -> Iterator[None]:
+    """Ctrl-C and SIGTERM say what is kept and which command goes on.
+
+    The trace of an unexpected error belongs into the folder that is being written.
+    """
     try:
         yield
     except (FedHarmonyError, BrokenPipeError, typer.Exit, typer.Abort):
         raise
+    except (KeyboardInterrupt, Stopped) as stop:
+        say(f"\nStopped. {kept}\n  {command}", err=True)
+        # What a shell expects of a program that a signal ended: 128 and its number.
+        raise typer.Exit(getattr(stop, "code", 128 + signal.SIGINT)) from None
     except Exception as error:
-        if not _is_output_lost(error):
-            raise UnexpectedError(folder) from error
-        raise
+        if _is_output_lost(error):
+            raise
+        raise UnexpectedError(folder) from error
 
 
-def resumable(folder: Path, work: Callable[[], Any]) -> Any:
-    """Run ``work``; Ctrl-C and SIGTERM say how to go on."""
-    try:
-        with _crashes_in(folder):
-            return work()
-    except (KeyboardInterrupt, Stopped) as stop:
-        say(
-            f"\nStopped. Every finished round is saved; go on with\n  fedharmony resume "
-            f"{shlex.quote(str(folder))}",
-            err=True,
-        )
-        raise typer.Exit(_exit_code(stop)) from None
+def resumable(folder: Path, command: str = "fedharmony resume") -> AbstractContextManager[None]:
+    """What guards a single run."""
+    again = f"{command} {shlex.quote(str(folder))}"
+    return stoppable(folder, "Every finished round is saved; go on with", again)
 
 
-@contextmanager
-def repeatable(folder: Path) -> Iterator[None]:
-    """A sequence of runs: Ctrl-C and SIGTERM say that the same command goes on."""
-    try:
-        with _crashes_in(folder):
-            yield
-    except (KeyboardInterrupt, Stopped) as stop:
-        command = shlex.join(["fedharmony", *sys.argv[1:]])
-        say(
-            f"\nStopped. Finished runs and rounds are kept in {folder}; the same command goes on:\n"
-            f"  {command}",
-            err=True,
-        )
-        raise typer.Exit(_exit_code(stop)) from None
-
-
-def _exit_code(stop: KeyboardInterrupt | Stopped) -> int:
-    """What a shell expects of a program that a signal ended: 128 and its number."""
-    return stop.code if isinstance(stop, Stopped) else 128 + signal.SIGINT
+def repeatable(folder: Path) -> AbstractContextManager[None]:
+    """What guards a sequence of runs."""
+    kept = f"Finished runs and rounds are kept in {folder}; the same command goes on:"
+    return stoppable(folder, kept, shlex.join(["fedharmony", *sys.argv[1:]]))
 
 
 @contextmanager

@@ -8,18 +8,38 @@ import logging
 import sys
 from collections.abc import Sequence
 from pathlib import Path
-from typing import TYPE_CHECKING, Annotated
+from typing import TYPE_CHECKING, Annotated, Any
 
 import typer
+from rich.progress import BarColumn, MofNCompleteColumn, TextColumn, TimeRemainingColumn
+from rich.progress import Progress as Bar
 
-from fedharmony.cli_data import usable
 from fedharmony.config import built_in_configs
+from fedharmony.errors import ConfigError, shown
+from fedharmony.reading import fault_of
 from fedharmony.registry import load_plugins
+from fedharmony.terminal import console
 
 if TYPE_CHECKING:
     from fedharmony.experiments.settings import Settings
 
 METHOD_FILES = "methods/"
+
+
+def usable(given: Any) -> Any:
+    """Refuse names that no file can have before anything is done."""
+    for path in given if isinstance(given, list) else [given]:
+        if path is not None and (fault := fault_of(path)):
+            raise ConfigError(f"{shown(str(path))} cannot be the name of a file: {fault}.")
+    return given
+
+
+def bar(word: str, quiet: bool) -> Bar:
+    """A progress bar on a terminal."""
+    screen = console(stderr=True)
+    columns = (TextColumn(word), BarColumn(), MofNCompleteColumn(), TimeRemainingColumn())
+    hidden = quiet or not screen.is_terminal
+    return Bar(*columns, console=screen, transient=True, disable=hidden)
 
 
 def complete_config(incomplete: str) -> list[str]:
@@ -80,6 +100,9 @@ Overrides = Annotated[
 Out = Annotated[
     Path | None,
     typer.Option("--out", "-o", callback=usable, help="Folder for what the run writes."),
+]
+RunFolderArgument = Annotated[
+    Path, typer.Argument(metavar="RUN", callback=usable, help="The folder of the run.")
 ]
 Device = Annotated[
     str | None, typer.Option(help="cpu, cuda, cuda:1, …; by default CUDA where there is one.")
@@ -144,7 +167,7 @@ def import_torch() -> None:
 
 
 def changes_of(
-    overrides: Sequence[str] | None, device: str | None, plugins: list[Path] | None
+    overrides: Sequence[str] | None, device: str | None = None, plugins: list[Path] | None = None
 ) -> list[str]:
     """What the options of a command say, as settings; plug-ins are loaded."""
     changes = list(overrides or ())
@@ -158,7 +181,10 @@ def changes_of(
 
 
 def settings_of(
-    config: str, overrides: Sequence[str] | None, device: str | None, plugins: list[Path] | None
+    config: str,
+    overrides: Sequence[str] | None,
+    device: str | None = None,
+    plugins: list[Path] | None = None,
 ) -> Settings:
     """The settings that the arguments and options of a command make."""
     import_torch()

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import logging
 import shlex
 import sys
 from collections.abc import Sequence
@@ -16,9 +15,10 @@ from rich import box
 from rich.table import Table
 from rich.text import Text
 
-from fedharmony.cli_data import usable
+from fedharmony.cli_guard import repeatable
+from fedharmony.cli_options import Quiet, usable
 from fedharmony.config import machine_memory
-from fedharmony.errors import ConfigError, RunsFailedError, Stopped
+from fedharmony.errors import ConfigError, RunsFailedError
 from fedharmony.report.progress import Board, Observer, Progress, duration
 from fedharmony.terminal import console, say
 
@@ -52,9 +52,7 @@ def reproduce(
     ] = None,
     jobs: Annotated[int, typer.Option("--jobs", "-j", min=1, max=1024, help="Runs at once.")] = 1,
     device: Annotated[str | None, typer.Option(help="cpu, cuda, cuda:1, ….")] = None,
-    quiet: Annotated[
-        bool, typer.Option("--quiet", "-q", metavar="", help="Print only the result.")
-    ] = False,
+    quiet: Quiet = False,
 ) -> None:
     """Go through the tables, figures and theorems of the FedHarmony paper.
 
@@ -67,8 +65,6 @@ def reproduce(
     from fedharmony.paper.item import all_items, items
     from fedharmony.paper.scale import scale_of
 
-    if quiet:
-        logging.getLogger("fedharmony").setLevel(logging.WARNING)
     chosen, every = scale_of(scale), all_items()
     if seeds is not None:
         studies = tuple(replace(study, seeds=seeds) for study in chosen.studies)
@@ -155,33 +151,28 @@ def _reproduce(
     failed: RunsFailedError | None = None
     crowd = jobs[0].jobs
     command = shlex.join(["fedharmony", *sys.argv[1:]])
-    try:
-        with (Board if crowd > 1 else Progress)(quiet=quiet) as progress, ExitStack() as stack:
-            workers = stack.enter_context(Workers(crowd)) if crowd > 1 and left else None
-            data = rehearsed(places, progress)
-            stack.enter_context(RunFolder(home).writing())
+    shown = (Board if crowd > 1 else Progress)(quiet=quiet)
+    with shown as progress, repeatable(home), ExitStack() as stack:
+        workers = stack.enter_context(Workers(crowd)) if crowd > 1 and left else None
+        data = rehearsed(places, progress)
+        stack.enter_context(RunFolder(home).writing())
 
-            def observer(i: int, place: Place) -> Observer:
-                rounds = place.run.settings.run.rounds
-                return progress.follow(i + 1, len(places), place.title, rounds)
+        def observer(i: int, place: Place) -> Observer:
+            rounds = place.run.settings.run.rounds
+            return progress.follow(i + 1, len(places), place.title, rounds)
 
-            try:
-                execute(places, data, observer, workers)
-            except RunsFailedError as error:
-                failed = error
-            for job in jobs:
-                for item in asked:
-                    if concerns(item, job.study) and job.measured(item) is None:
-                        if not quiet:
-                            say(f"{item.name}: measuring {item.measures}")
-                        job.measure(item)
-            found = output.outcomes(jobs, every)
-            output.write(home, scale.name, found, command)
-    except (KeyboardInterrupt, Stopped) as stop:
-        say(
-            f"\nStopped. What is finished is kept; the same command goes on:\n  {command}", err=True
-        )
-        raise typer.Exit(stop.code if isinstance(stop, Stopped) else 130) from None
+        try:
+            execute(places, data, observer, workers)
+        except RunsFailedError as error:
+            failed = error
+        for job in jobs:
+            for item in asked:
+                if concerns(item, job.study) and job.measured(item) is None:
+                    if not quiet:
+                        say(f"{item.name}: measuring {item.measures}")
+                    job.measure(item)
+        found = output.outcomes(jobs, every)
+        output.write(home, scale.name, found, command)
     for outcome in found:
         if outcome.item in asked:
             say(f"{outcome.item.title} ({outcome.job.study.title})\n  {outcome.shown.verdict}")

@@ -5,10 +5,9 @@ from __future__ import annotations
 from typing import TYPE_CHECKING
 
 from rich import box
-from rich.table import Table
 
-from fedharmony.cli_options import ConfigArgument, Overrides, Plugins
-from fedharmony.terminal import console, say
+from fedharmony.cli_options import ConfigArgument, Overrides, Plugins, settings_of
+from fedharmony.terminal import columns, console, say
 
 if TYPE_CHECKING:
     from fedharmony.experiments.disclosure import Disclosure
@@ -23,22 +22,15 @@ def privacy(config: ConfigArgument, overrides: Overrides = None, plugin: Plugins
     Example: `fedharmony privacy demo federation.server_sees=sums methods.fedharmony.temperature=1`
     """
     from fedharmony.experiments.disclosure import disclosure
-    from fedharmony.experiments.settings import load_settings
-    from fedharmony.registry import load_plugins
 
-    load_plugins(plugin or ())
-    print_disclosure(disclosure(load_settings(config, overrides or ())))
+    print_disclosure(disclosure(settings_of(config, overrides, plugins=plugin)))
 
 
 def print_disclosure(found: Disclosure) -> None:
     """The table, and what it does not show."""
-    table = Table(box=box.SIMPLE_HEAD, pad_edge=False)
-    for heading in ("when", "stage", "asked", "what a client sends"):
-        table.add_column(heading)
-    for heading in ("numbers", "bytes"):
-        table.add_column(heading, justify="right")
-    for heading in ("the server sees", "bound"):
-        table.add_column(heading)
+    headings = ("when", "stage", "asked", "what a client sends", "numbers", "bytes")
+    more = ("the server sees", "bound")
+    table = columns(*headings, *more, right=("numbers", "bytes"), box=box.SIMPLE_HEAD)
     for item in found.items:
         sees = "the sum" if item.summed else "each client's"
         size = (f"{item.numbers:,}", f"{item.nbytes:,}")

@@ -7,8 +7,7 @@ from typing import TYPE_CHECKING, Annotated
 
 import typer
 
-from fedharmony.cli_data import usable
-from fedharmony.cli_options import Against, Plugins
+from fedharmony.cli_options import Against, Plugins, usable
 from fedharmony.registry import load_plugins
 from fedharmony.terminal import console, say
 

@@ -2,16 +2,15 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Sequence
-from contextlib import ExitStack, contextmanager
+from collections.abc import Callable, Sequence
+from contextlib import AbstractContextManager, ExitStack, nullcontext
 from dataclasses import dataclass
+from functools import partial
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated
 
 import typer
-from rich.table import Table
 
-from fedharmony.cli_data import usable
 from fedharmony.cli_guard import repeatable, resumable
 from fedharmony.cli_options import (
     Against,
@@ -25,6 +24,7 @@ from fedharmony.cli_options import (
     Overrides,
     Plugins,
     Quiet,
+    RunFolderArgument,
     Seeds,
     changes_of,
     complete_methods,
@@ -36,12 +36,14 @@ from fedharmony.cli_report import show_folder, show_runs
 from fedharmony.cli_settings import print_plan
 from fedharmony.errors import ConfigError, RunsFailedError
 from fedharmony.report.progress import Board, Observer, Progress
-from fedharmony.terminal import console, say
+from fedharmony.terminal import columns, console, say
 
 if TYPE_CHECKING:
     from fedharmony.experiments.compare import Planned
     from fedharmony.experiments.jobs import Workers
     from fedharmony.experiments.settings import Settings
+    from fedharmony.experiments.sweep import Point
+    from fedharmony.report.load import Runs
 
 
 def run(
@@ -70,17 +72,11 @@ def run(
         from fedharmony.experiments.dry_run import plan_of_run
 
         return print_plan(plan_of_run(settings, folder))
-    with _progress(quiet or not _leads()) as progress:
-        resumable(folder, lambda: runs.start(settings, RunFolder(folder), progress))
-    if _leads():
-        show_folder(folder, quiet)
-    return None
+    return _carry_out(folder, quiet, lambda o: runs.start(settings, RunFolder(folder), o))
 
 
 def resume(
-    folder: Annotated[
-        Path, typer.Argument(metavar="RUN", callback=usable, help="The folder of the run.")
-    ],
+    folder: RunFolderArgument,
     device: Annotated[
         str | None, typer.Option(help="Another device than the run's own; same up to rounding.")
     ] = None,
@@ -98,9 +94,17 @@ def resume(
     run_folder.open()
     if runs.finished(run_folder) is not None and not quiet:
         say(f"{folder} is already complete; nothing to do.", err=True)
-    with _progress(quiet or not _leads()) as progress:
-        resumable(folder, lambda: runs.resume(run_folder, progress, device))
-    if _leads():
+    _carry_out(folder, quiet, lambda observe: runs.resume(run_folder, observe, device))
+
+
+def _carry_out(folder: Path, quiet: bool, work: Callable[[Observer], object]) -> None:
+    """Follow one run, and show its table and report; of several processes the first does so."""
+    from fedharmony.transport.processes import process_group
+
+    leads = process_group().leads
+    with Progress(quiet=hush(quiet or not leads)) as progress, resumable(folder):
+        work(progress)
+    if leads:
         show_folder(folder, quiet)
 
 
@@ -125,9 +129,8 @@ def compare(
     extended. With `--jobs N`, N runs go on at once and share the CPU threads. The table (mean ± sd)
     is printed and written as table.md, table.csv and table.tex.
     """
-    _refuse_processes("compare")
-    crowd = _Crowd(jobs, _words(device or ""))
-    settings = settings_of(config, overrides, crowd.devices[0] if crowd.devices else None, plugin)
+    crowd = _crowd("compare", jobs, device)
+    settings = settings_of(config, overrides, crowd.device, plugin)
     folder = out or Path("runs") / f"{Path(config).stem}-comparison"
     names, numbers = _words(method_list), _numbers(seeds)
     if dry_run:
@@ -158,15 +161,11 @@ def sweep(
     combination is tried. Finished runs are skipped and unfinished ones continued, so the same
     command can be repeated or extended. Each combination is a comparison in a folder of its own.
     """
-    _refuse_processes("sweep")
+    crowd = _crowd("sweep", jobs, device)
     from fedharmony.experiments import sweep as sweeps
-    from fedharmony.experiments.folder import RunFolder
-    from fedharmony.report.load import load
     from fedharmony.report.sweep import table_of, write_sweep
-    from fedharmony.report.tables import write_tables
 
-    crowd = _Crowd(jobs, _words(device or ""))
-    changes = changes_of(overrides, crowd.devices[0] if crowd.devices else None, plugin)
+    changes = changes_of(overrides, crowd.device, plugin)
     folder = out or Path("runs") / f"{Path(config).stem}-sweep"
     numbers = _numbers(seeds)
     points = sweeps.plan(config, changes, _words(method_list), numbers, folder, crowd.size)
@@ -174,31 +173,9 @@ def sweep(
         from fedharmony.experiments.dry_run import plan_of_sweep
 
         return print_plan(plan_of_sweep(points, folder))
-    planned = [run for point in points for run in point.runs]
-    failed: RunsFailedError | None = None
-    with crowd.progress(quiet) as progress, repeatable(folder), crowd.workers() as workers:
-        data = sweeps.rehearse(points, progress)
-        titles = [f"{point.name} {r.label} seed {r.seed}" for point in points for r in point.runs]
-
-        def observer(i: int, run: Planned) -> Observer:
-            return progress.follow(i + 1, len(planned), titles[i], run.settings.run.rounds)
-
-        with RunFolder(folder).writing(), ExitStack() as held:
-            sweeps.write_index(folder, Path(config).stem, points)
-            for point in points:
-                held.enter_context(RunFolder(point.folder).writing())
-            try:
-                if workers is None:
-                    sweeps.execute(points, observer, data)
-                else:
-                    workers.execute(planned, observer)
-            except RunsFailedError as error:
-                failed = error
-            for point in points:
-                if any(run.results is not None for run in point.runs):
-                    write_tables(load(point.folder))
-            swept = write_sweep(folder)
-    screen = console()
+    index = partial(sweeps.write_index, folder, Path(config).stem, points)
+    _, failed = _train(points, folder, quiet, crowd, index)
+    swept, screen = write_sweep(folder), console()
     screen.print(table_of(swept).to_rich(screen.width))
     if not quiet:
         screen.print(f"Report: {folder / 'report.html'}", soft_wrap=True)
@@ -234,11 +211,10 @@ def tune(
     config: `fedharmony compare demo tuned/tuned.toml --methods fedavg,fedprox`. Finished trials are
     kept, so the same command can be repeated or extended.
     """
-    _refuse_processes("tune")
+    crowd = _crowd("tune", jobs, device)
     from fedharmony.experiments.tune import CRITERION, Search
 
-    crowd = _Crowd(jobs, _words(device or ""))
-    settings = settings_of(config, overrides, crowd.devices[0] if crowd.devices else None, plugin)
+    settings = settings_of(config, overrides, crowd.device, plugin)
     folder = out or Path("runs") / f"{Path(config).stem}-tuned"
     if dry_run:
         from fedharmony.experiments.dry_run import plan_of_search
@@ -248,16 +224,12 @@ def tune(
     with crowd.progress(quiet) as progress, repeatable(folder), crowd.workers() as workers:
 
         def observer(i: int, planned: Planned) -> Observer:
-            name, rounds = (
-                f"{planned.label} {planned.folder.path.name}",
-                planned.settings.run.rounds,
-            )
-            return progress.follow(i + 1, search.size, name, rounds)
+            name = f"{planned.label} {planned.folder.path.name}"
+            return progress.follow(i + 1, search.size, name, planned.settings.run.rounds)
 
         found = search.run(observer, progress, workers)
-    table = Table(box=None, pad_edge=False)
-    for heading in ("Method", "lr", "setting", f"{CRITERION} before", f"{CRITERION} found", ""):
-        table.add_column(heading, justify="left" if heading in ("Method", "setting") else "right")
+    scores = (f"{CRITERION} before", f"{CRITERION} found")
+    table = columns("Method", "lr", "setting", *scores, "", right=("lr", *scores, ""))
     for f in found:
         table.add_row(
             f.method,
@@ -314,20 +286,32 @@ class _Crowd:
         """Runs at once: one per device if nobody says."""
         return self.jobs or max(1, len(self.devices))
 
+    @property
+    def device(self) -> str | None:
+        """The first device, if one is named."""
+        return next(iter(self.devices), None)
+
     def progress(self, quiet: bool) -> Progress:
         """What shows so many runs."""
-        return _progress(quiet, Board if self.size > 1 else Progress)
+        return (Board if self.size > 1 else Progress)(quiet=quiet)
 
-    @contextmanager
-    def workers(self) -> Iterator[Workers | None]:
+    def workers(self) -> AbstractContextManager[Workers | None]:
         """The processes, if there are several; they end with the block."""
         from fedharmony.experiments.jobs import Workers
 
-        if self.size == 1:
-            yield None
-            return
-        with Workers(self.size, self.devices) as workers:
-            yield workers
+        return Workers(self.size, self.devices) if self.size > 1 else nullcontext()
+
+
+def _crowd(command: str, jobs: int | None, devices: str | None) -> _Crowd:
+    """What the options of a command that runs in a single process make."""
+    import_torch()
+    from fedharmony.transport.processes import process_group
+
+    if process_group().size > 1:
+        raise ConfigError(
+            f"'fedharmony {command}' works in one process. Under torchrun use 'run' and 'resume'."
+        )
+    return _Crowd(jobs, _words(devices or ""))
 
 
 def _compare(
@@ -341,59 +325,58 @@ def _compare(
     crowd: _Crowd = _Crowd(),  # noqa: B008 (frozen)
 ) -> None:
     from fedharmony.experiments import compare as comparison
-    from fedharmony.experiments.folder import RunFolder
-    from fedharmony.report.load import load
-    from fedharmony.report.tables import write_tables
+    from fedharmony.experiments.sweep import Point
 
     planned = comparison.plan(settings, labels, seeds, folder, crowd.size)
     if against is not None:
         comparison.refuse_reference(against, {run.label for run in planned})
-    failed: RunsFailedError | None = None
-    with crowd.progress(quiet) as progress, repeatable(folder), crowd.workers() as workers:
-        data = comparison.rehearse(planned, progress)
-
-        def observer(i: int, run: Planned) -> Observer:
-            title, rounds = f"{run.label} seed {run.seed}", run.settings.run.rounds
-            return progress.follow(i + 1, len(planned), title, rounds)
-
-        with RunFolder(folder).writing():
-            comparison.write_index(folder, name, planned, against)  # can be reported from now on
-            try:
-                if workers is None:
-                    comparison.execute(planned, observer, data)
-                else:
-                    workers.execute(planned, observer)
-            except RunsFailedError as error:
-                failed = error
-                if all(run.results is None for run in planned):
-                    raise
-            runs = load(folder)
-            write_tables(runs)
-    show_runs(runs, quiet)
+    index = partial(comparison.write_index, folder, name, planned, against)
+    found, failed = _train([Point({}, folder, planned)], folder, quiet, crowd, index)
+    for runs in found:
+        show_runs(runs, quiet)
     if failed is not None:
         raise failed
 
 
-def _progress(quiet: bool, kind: type[Progress] = Progress) -> Progress:
-    """Live progress, and what the parts of a run have to say; quiet, only their warnings."""
-    return kind(quiet=hush(quiet))
+def _train(
+    points: Sequence[Point],
+    folder: Path,
+    quiet: bool,
+    crowd: _Crowd,
+    write_index: Callable[[], None],
+) -> tuple[list[Runs], RunsFailedError | None]:
+    """Carry out comparisons and write the tables of those that have results; and what failed."""
+    from fedharmony.experiments import sweep as sweeps
+    from fedharmony.experiments.folder import RunFolder
+    from fedharmony.report.load import load
+    from fedharmony.report.tables import write_tables
 
+    planned = [run for point in points for run in point.runs]
+    names = [f"{point.name} ".lstrip() for point in points for _ in point.runs]
+    failed: RunsFailedError | None = None
+    with crowd.progress(quiet) as progress, repeatable(folder), crowd.workers() as workers:
+        data = sweeps.rehearse(points, progress)
 
-def _leads() -> bool:
-    """Whether this process prints: the first of those that torchrun started, or the only one."""
-    from fedharmony.transport.processes import process_group
+        def observer(i: int, run: Planned) -> Observer:
+            title = f"{names[i]}{run.label} seed {run.seed}"
+            return progress.follow(i + 1, len(planned), title, run.settings.run.rounds)
 
-    return process_group().leads
-
-
-def _refuse_processes(command: str) -> None:
-    import_torch()
-    from fedharmony.transport.processes import process_group
-
-    if process_group().size > 1:
-        raise ConfigError(
-            f"'fedharmony {command}' works in one process. Under torchrun use 'run' and 'resume'."
-        )
+        with ExitStack() as held:
+            for place in dict.fromkeys([folder, *(point.folder for point in points)]):
+                held.enter_context(RunFolder(place).writing())
+            write_index()  # can be reported from now on
+            try:
+                if workers is None:
+                    sweeps.execute(planned, observer, data)
+                else:
+                    workers.execute(planned, observer)
+            except RunsFailedError as error:
+                failed = error
+            begun = [p.folder for p in points if any(run.results is not None for run in p.runs)]
+            found = [load(place) for place in begun]
+            for runs in found:
+                write_tables(runs)
+    return found, failed
 
 
 def _words(text: str) -> list[str]:

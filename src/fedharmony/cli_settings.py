@@ -21,22 +21,16 @@ from fedharmony.cli_options import (
 )
 from fedharmony.registry import load_plugins
 from fedharmony.report.progress import duration
-from fedharmony.terminal import console
+from fedharmony.terminal import columns, console, pairs
 
 if TYPE_CHECKING:
     from fedharmony.experiments.dry_run import Plan
 
 
-class Kind(StrEnum):
-    """What ``fedharmony list`` can list."""
-
-    methods = "methods"
-    datasets = "datasets"
-    splitters = "splitters"
-    models = "models"
-    trackers = "trackers"
-    configs = "configs"
-    settings = "settings"
+#: What ``fedharmony list`` can list.
+Kind = StrEnum(
+    "Kind", ["methods", "datasets", "splitters", "models", "trackers", "configs", "settings"]
+)
 
 
 def show(
@@ -130,18 +124,13 @@ def print_settings_list(pattern: str) -> None:
 def print_plan(found: Plan) -> None:
     """What a command would do."""
     screen = console(highlight=False)
-    facts = Table(box=None, pad_edge=False, show_header=False)
-    for name, words in found.facts.items():
-        facts.add_row(name, Text(words))
-    screen.print(facts)
-    table = Table(box=None, pad_edge=False)
-    table.add_column("method")
-    for heading in ("runs", "finished", "rounds", "parameters", "time"):
-        table.add_column(heading, justify="right")
+    screen.print(pairs(found.facts))
+    numbers = ("runs", "finished", "rounds", "parameters", "time")
+    table = columns("method", *numbers, right=numbers)
     for group in found.groups:
         time = "unknown" if group.seconds is None else f"about {duration(group.seconds)}"
-        numbers = (group.runs, group.done, group.rounds, group.parameters)
-        table.add_row(Text(group.label), *(f"{number:,}" for number in numbers), time)
+        counts = (group.runs, group.done, group.rounds, group.parameters)
+        table.add_row(Text(group.label), *(f"{count:,}" for count in counts), time)
     screen.print(table)
     for warning in found.warnings:
         screen.print(Text(warning, "yellow"), soft_wrap=True)

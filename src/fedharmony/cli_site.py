@@ -8,17 +8,18 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Annotated
 
 import typer
-from rich.table import Table
 
-from fedharmony.cli_data import usable
+from fedharmony.cli_options import usable
 from fedharmony.errors import CheckpointError, ConfigError
-from fedharmony.terminal import console, say
+from fedharmony.terminal import columns, console, say
 
 if TYPE_CHECKING:
     from fedharmony.data.base import LabelledImages
 
 site_app = typer.Typer(
-    no_args_is_help=True, help="A site of a federation: its data, labels and rules stay its own."
+    name="site",
+    no_args_is_help=True,
+    help="A site of a federation: its data, labels and rules stay its own.",
 )
 
 File = Annotated[
@@ -69,9 +70,8 @@ def check(file: File) -> None:
     settings = load_site(file)
     data = site_data(settings)
     settings.policy.refuse_few(len(data.train))
-    table = Table("label", box=None, pad_edge=False)
-    for heading in ("present", "absent", "unknown"):
-        table.add_column(heading, justify="right")
+    counted = ("present", "absent", "unknown")
+    table = columns("label", *counted, right=counted)
     for c, name in enumerate(data.classes):
         table.add_row(name, *(f"{count:,}" for count in _counts(data.train, c)))
     screen = console()

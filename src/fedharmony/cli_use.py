@@ -3,19 +3,16 @@
 from __future__ import annotations
 
 from collections.abc import Iterator, Sequence
-from contextlib import contextmanager
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated
 
 import typer
-from rich.progress import BarColumn, MofNCompleteColumn, TextColumn, TimeRemainingColumn
-from rich.progress import Progress as Bar
 
-from fedharmony.cli_data import usable
-from fedharmony.terminal import console, say
+from fedharmony.cli_options import bar, usable
+from fedharmony.terminal import say
 
 if TYPE_CHECKING:
-    from fedharmony.experiments.predict import Prediction, Rule, Stream
+    from fedharmony.experiments.predict import Prediction, Rule
 
 #: Images that cannot be read: so many are named.
 NAMED = 20
@@ -71,7 +68,14 @@ def predict(
     and left out; the exit code is then 1.
     """
     from fedharmony.experiments.folder import RunFolder
-    from fedharmony.experiments.predict import predictions, refuse_existing, rule_of, writing
+    from fedharmony.experiments.predict import (
+        csv_header,
+        csv_row,
+        predictions,
+        refuse_existing,
+        rule_of,
+        writing,
+    )
     from fedharmony.experiments.trained import load_model
 
     if csv is not None:
@@ -81,15 +85,16 @@ def predict(
     stream = predictions(model, images, column)
     unread: list[Prediction] = []
     if csv is None:
-        with _bar(stream, quiet) as shown:
-            found = list(shown)
+        with bar("predicting", quiet) as shown:
+            found = list(shown.track(stream, total=len(stream)))
         for line in table_of(found, rule, model.classes):
             say(line)
         unread = [prediction for prediction in found if prediction.scores is None]
     else:
-        with writing(csv, model.classes, rule) as writer, _bar(stream, quiet) as shown:
-            for prediction in shown:
-                writer.add(prediction)
+        with writing(csv) as write, bar("predicting", quiet) as shown:
+            write(csv_header(model.classes))
+            for prediction in shown.track(stream, total=len(stream)):
+                write(csv_row(prediction, model.classes, rule))
                 unread += [prediction] if prediction.scores is None else []
         say(f"{len(stream) - len(unread):,} of {len(stream):,} labelled: {csv}")
     for prediction in unread[:NAMED]:
@@ -129,13 +134,3 @@ def table_of(found: Sequence[Prediction], rule: Rule, classes: Sequence[str]) ->
         if (scores := prediction.scores) is not None:
             labels = [f"{classes[i]} {scores[i]:.2f}" for i in rule.labels(scores)]
             yield f"{prediction.name:<{width}}  {', '.join(labels) or 'no label'}"
-
-
-@contextmanager
-def _bar(stream: Stream, quiet: bool) -> Iterator[Iterator[Prediction]]:
-    """The stream with a progress bar on a terminal."""
-    screen = console(stderr=True)
-    columns = (TextColumn("predicting"), BarColumn(), MofNCompleteColumn(), TimeRemainingColumn())
-    hidden = quiet or not screen.is_terminal
-    with Bar(*columns, console=screen, transient=True, disable=hidden) as bar:
-        yield iter(bar.track(stream, total=len(stream)))

@@ -51,10 +51,7 @@ class Stopped(BaseException):
     """A signal asked the program to end, as Ctrl-C does.
 
     Like :class:`KeyboardInterrupt` no :class:`Exception`: nothing that handles failures of clients
-    or files takes it for one.
-
-    Attributes:
-        code: what the program exits with.
+    or files takes it for one. The program exits with its ``code``.
     """
 
     def __init__(self, signal: str, number: int) -> None:
@@ -68,13 +65,7 @@ class ClientLimitError(FedHarmonyError):
 
 @dataclass(frozen=True)
 class Failure:
-    """A run that failed.
-
-    Attributes:
-        folder: of the run.
-        reason: in a sentence.
-        details: the trace of what nobody foresaw, else empty.
-    """
+    """A run that failed; ``details`` are the trace of what nobody foresaw, else empty."""
 
     folder: Path
     reason: str
@@ -82,11 +73,7 @@ class Failure:
 
 
 class RunsFailedError(FedHarmonyError):
-    """Some of several runs failed; the others are done.
-
-    Attributes:
-        failures: which runs, and why.
-    """
+    """Some of several runs failed; the others are done."""
 
     def __init__(self, failures: Sequence[Failure]) -> None:
         told = " ".join(f"{failure.folder}: {failure.reason}" for failure in failures)

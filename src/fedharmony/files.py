@@ -8,18 +8,17 @@ whoever comes next can tell what a dead process left behind from what is being w
 from __future__ import annotations
 
 import json
-import logging
 import os
 import socket
 import tempfile
 from collections.abc import Iterator
 from contextlib import contextmanager, suppress
 from datetime import UTC, datetime
-from functools import cache
 from pathlib import Path
-from typing import Any
+from typing import Any, BinaryIO
 
 from fedharmony.errors import CheckpointError
+from fedharmony.terminal import warn_once
 
 try:
     import fcntl
@@ -33,22 +32,26 @@ LOCK = ".fedharmony-lock"
 #: A temporary name takes so much of the final one: names have at most 255 bytes.
 KEPT_NAME = 40
 
-logger = logging.getLogger(__name__)
-
 
 def write_atomically(path: str | Path, data: bytes) -> None:
-    """Write ``data`` to ``path`` in one step; several processes may do so at once.
+    """Write ``data`` to ``path`` in one step; see :func:`replacing`."""
+    with replacing(Path(path)) as file:
+        file.write(data)
 
-    The data go to a temporary file in the same folder, are forced to the disk, and replace the old
-    file. Raises :class:`OSError` when that fails; the old file is then untouched. What dead
-    processes were writing in the folder is removed.
+
+@contextmanager
+def replacing(path: Path) -> Iterator[BinaryIO]:
+    """A file that takes the place of ``path`` when the block ends well, and vanishes otherwise.
+
+    What is written goes to a temporary file in the same folder, is forced to the disk, and replaces
+    the old file in one step; several processes may do so at once. Raises :class:`OSError` when that
+    fails; the old file is then untouched. What dead processes were writing there is removed.
     """
-    path = Path(path)
     remove_leftovers(path.parent)
     handle, temporary = _temporary(path)
     try:
         with os.fdopen(handle, "wb") as file:
-            file.write(data)
+            yield file
             file.flush()
             os.fsync(file.fileno())
             temporary.chmod(0o644)
@@ -142,7 +145,10 @@ def _hold(file: Path) -> int:
             os.close(handle)
             raise _held(file) from None
         except OSError as error:
-            _say_no_locks(str(error.strerror or error))
+            warn_once(
+                f"The file system has no locks ({error.strerror or error}): take care that no "
+                "second process writes to the same folder."
+            )
         with suppress(OSError):
             if os.fstat(handle).st_ino == file.stat().st_ino:
                 break
@@ -174,14 +180,4 @@ def _held(file: Path) -> CheckpointError:
     return CheckpointError(
         f"{file.parent} is being written by {who}. Wait until it ends or stop it, then give the "
         "same command again; 'fedharmony report' may read it at any time."
-    )
-
-
-@cache
-def _say_no_locks(reason: str) -> None:
-    """Once: nothing keeps a second process out."""
-    logger.warning(
-        "The file system has no locks (%s): take care that no second process writes to the same "
-        "folder.",
-        reason,
     )

@@ -12,11 +12,13 @@ import io
 import logging
 import re
 import sys
-from collections.abc import Iterable
+from collections.abc import Collection, Iterable, Mapping
 from typing import Any, TextIO
 
 from rich.console import Console, ConsoleOptions, RenderableType
 from rich.segment import Segment
+from rich.table import Table
+from rich.text import Text
 
 #: Control characters but tabulator and end of line, and those that turn the direction of text.
 _UNSAFE = re.compile("[\x00-\x08\x0b-\x1f\x7f-\x9f\u202a-\u202e\u2066-\u2069\ud800-\udfff]")
@@ -46,6 +48,22 @@ class PlainConsole(Console):
 def console(*, stderr: bool = False, **options: Any) -> Console:
     """A console on the standard output, or on the standard error; brackets are no markup."""
     return PlainConsole(stderr=stderr, markup=False, **options)
+
+
+def columns(*headings: str, right: Collection[str] = (), **options: Any) -> Table:
+    """A table for the console, without lines; some of its columns stand at the right."""
+    table = Table(**{"box": None, "pad_edge": False, **options})
+    for heading in headings:
+        table.add_column(heading, justify="right" if heading in right else "left")
+    return table
+
+
+def pairs(rows: Mapping[str, str]) -> Table:
+    """Names and values."""
+    table = columns("", "", show_header=False)
+    for name, value in rows.items():
+        table.add_row(name, Text(value))
+    return table
 
 
 def say(text: object, *, err: bool = False) -> None:

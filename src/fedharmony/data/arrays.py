@@ -15,7 +15,7 @@ import numpy.typing as npt
 import torch
 
 from fedharmony.data.base import DataSet, LabelledImages, Source, TensorImages, datasets
-from fedharmony.data.features import FARTHEST
+from fedharmony.data.features import FARTHEST, labelled
 from fedharmony.data.table import UNKNOWN, held_out
 from fedharmony.errors import DataError
 from fedharmony.types import Index, Labels
@@ -173,14 +173,9 @@ def data_set(
     classes: Sequence[str] | None = None,
     clients: Any = None,
 ) -> DataSet:
-    """A data set of arrays.
+    """A data set of arrays; ``test`` are images and labels to test on, or the share held out.
 
-    Args:
-        images: of all images, or of those for training where ``test`` holds others.
-        labels: theirs.
-        test: images and labels to test on, or the share of the images that is held out.
-        classes: label names.
-        clients: who holds which image; an image that nobody holds is not used. None: not said.
+    An image that none of the ``clients`` holds is not used; None: not said who holds which.
     """
     pool, told = _matching(images, labels)
     names = names_of(classes, labels, told.shape[1])
@@ -233,12 +228,6 @@ def _part(
     inputs: TensorImages, labels: Labels, owners: npt.NDArray[Any] | None, rows: Index
 ) -> LabelledImages:
     """Some rows as a part of a data set."""
-    told = labels[rows]
-    known = told != UNKNOWN
-    return LabelledImages(
-        TensorImages(inputs.pixels[torch.from_numpy(rows)]),
-        told * known,
-        tuple(map(str, rows.tolist())),
-        None if owners is None else owners[rows],
-        None if known.all() else known,
-    )
+    chosen, ids = TensorImages(inputs.pixels[torch.from_numpy(rows)]), map(str, rows.tolist())
+    users = None if owners is None else owners[rows]
+    return labelled(chosen, labels[rows], tuple(ids), users)

@@ -27,7 +27,7 @@ from contextlib import closing
 from dataclasses import asdict, dataclass
 from itertools import zip_longest
 from pathlib import Path
-from typing import Any, BinaryIO, Literal, TypeAlias
+from typing import BinaryIO, Literal, TypeAlias
 
 import numpy as np
 import numpy.typing as npt
@@ -166,13 +166,7 @@ class MappedImages:
 
 @dataclass(frozen=True, eq=False)
 class Decoded:
-    """What came of a list of image files.
-
-    Attributes:
-        images: The images that could be read, in the order of the files.
-        kept: int64 ``(N,)``, which file each of them is.
-        skipped: Name of, and trouble with, every file that could not be read.
-    """
+    """The images that could be read, which file each of them is, and the trouble with others."""
 
     images: MappedImages
     kept: Index
@@ -233,20 +227,16 @@ class _Entry:
         self.pixels, self.sidecar = folder / f"{name}.u8", folder / f"{name}.json"
 
     def open(self) -> Decoded | None:
-        """What the entry holds; None when it is missing, damaged, or lacks readable images.
-
-        Settings that are not the ones its name stands for are refused.
-        """
+        """What the entry holds; None when it is missing, damaged, or lacks readable images."""
         try:
             stored = json.loads(self.sidecar.read_bytes())
-            settings = dict(stored["settings"])
+            settings = stored["settings"]
             unread = [(int(i), str(name), str(reason)) for i, name, reason in stored["unread"]]
             sums = [str(checksum) for checksum in stored["sha256"]]
             size = self.pixels.stat().st_size
         except (OSError, ValueError, KeyError, TypeError):
             return None
-        self._refuse_other(settings)
-        if size != self.resize.nbytes(len(self.files) - len(unread)):
+        if settings != self.settings or size != self.resize.nbytes(len(self.files) - len(unread)):
             return None
         # The fingerprint has not changed, but a network disk may have come back.
         if any(isinstance(_attempt(self.files, i, self.resize), np.ndarray) for i, *_ in unread):
@@ -260,7 +250,7 @@ class _Entry:
         if size > SAID_FROM:
             logger.info("Verifying %s of cached images.", in_bytes(size))
         try:
-            found = _checksums(self.pixels, size)
+            found = _checksums(self.pixels)
         except OSError:
             return False
         wrong = [i for i, pair in enumerate(zip_longest(found, sums)) if len({*pair}) > 1]
@@ -278,19 +268,6 @@ class _Entry:
         images = MappedImages(self.pixels, len(kept), self.resize.size, identity)
         return Decoded(images, kept, tuple((name, reason) for _, name, reason in unread))
 
-    def _refuse_other(self, settings: dict[str, Any]) -> None:
-        differing = [
-            f"{key} {settings.get(key)!r} instead of {value!r}"
-            for key, value in self.settings.items()
-            if settings.get(key) != value
-        ]
-        if differing:
-            raise DataError(
-                f"The cached images {self.pixels} were made with other settings than their name "
-                f"stands for: {', '.join(differing)}. Delete {self.sidecar}; the images will be "
-                "decoded again."
-            )
-
     def make(self, unreadable: Unreadable, workers: int, progress: Tell | None) -> Decoded:
         """Decode all files; the sidecar comes last and makes the entry valid."""
         count, side = len(self.files), self.resize.size
@@ -300,23 +277,22 @@ class _Entry:
         self.sidecar.unlink(missing_ok=True)
         advice = "or lower the image size"
         with new_file(self.pixels, size, what, advice) as out:
-            sums = _Checksums()
-            unread = self._decode_into(out, sums, unreadable, workers, progress)
+            unread = self._decode_into(out, unreadable, workers, progress)
+        sums = _checksums(self.pixels)
         about = {
             "settings": self.settings,
             "unread": unread,
             "pillow": pillow_version,
-            "sha256": sums.parts(),
+            "sha256": sums,
         }
         text = json.dumps(about, indent=1).encode()
         with new_file(self.sidecar, len(text), what, advice) as out:
             out.write(text)
-        return self._result(unread, sums.parts())
+        return self._result(unread, sums)
 
     def _decode_into(
         self,
         out: BinaryIO,
-        sums: _Checksums,
         unreadable: Unreadable,
         workers: int,
         progress: Tell | None,
@@ -327,7 +303,6 @@ class _Entry:
         with closing(decode_in_order(self.files, self.resize, workers)) as chunks:
             for pixels, troubles in chunks:
                 out.write(pixels.data)
-                sums.add(pixels)
                 done += len(pixels) + len(troubles)
                 unread += [(i, self.files.name(i), reason) for i, reason in troubles]
                 if unreadable == "error" and len(unread) > PATIENCE:
@@ -341,31 +316,8 @@ class _Entry:
         return unread
 
 
-class _Checksums:
-    """The SHA-256 of every :data:`PART` bytes of what is written, as it is written."""
-
-    def __init__(self) -> None:
-        self._done: list[str] = []
-        self._open, self._filled = hashlib.sha256(), 0
-
-    def add(self, pixels: Pixels) -> None:
-        """Go on with these bytes."""
-        data = pixels.reshape(-1).data
-        while len(data):
-            head, data = data[: PART - self._filled], data[PART - self._filled :]
-            self._open.update(head)
-            self._filled += len(head)
-            if self._filled == PART:
-                self._done.append(self._open.hexdigest())
-                self._open, self._filled = hashlib.sha256(), 0
-
-    def parts(self) -> list[str]:
-        """One checksum per part; the last part may be short."""
-        return [*self._done, self._open.hexdigest()] if self._filled else list(self._done)
-
-
-def _checksums(file: Path, size: int) -> list[str]:
-    """The SHA-256 of every :data:`PART` bytes of a file, on all cores."""
+def _checksums(file: Path) -> list[str]:
+    """The SHA-256 of every :data:`PART` bytes of a file, on all cores; the last may be short."""
 
     def checksum(start: int) -> str:
         with file.open("rb") as stream:
@@ -373,7 +325,7 @@ def _checksums(file: Path, size: int) -> list[str]:
             return hashlib.sha256(stream.read(PART)).hexdigest()
 
     with ThreadPoolExecutor(_cores(), "verify") as pool:
-        return list(pool.map(checksum, range(0, size, PART)))
+        return list(pool.map(checksum, range(0, file.stat().st_size, PART)))
 
 
 #: Images of some files in a row, and index of, and trouble with, those that cannot be read.

@@ -51,16 +51,7 @@ class ClassCount:
 
 @dataclass(frozen=True)
 class Check:
-    """The outcome of a check.
-
-    Attributes:
-        lines: Figures, expected and found.
-        advice: What to do next, in full sentences.
-        facts: What the data are, as names and values.
-        classes: The classes and how often each occurs.
-        doubts: What may be a mistake, in full sentences.
-        faults: What is a mistake, in full sentences.
-    """
+    """The outcome of a check: figures, facts, doubts and faults, and what to do next."""
 
     lines: tuple[CheckLine, ...]
     advice: str

@@ -3,16 +3,14 @@
 from __future__ import annotations
 
 import errno
-import os
 import shutil
-import tempfile
 from collections.abc import Iterator
 from contextlib import contextmanager, suppress
 from pathlib import Path
 from typing import BinaryIO
 
 from fedharmony.errors import DataError
-from fedharmony.files import take_lock
+from fedharmony.files import replacing, take_lock
 
 
 @contextmanager
@@ -21,7 +19,7 @@ def building(folder: Path) -> Iterator[None]:
 
     Inside, look again whether the wanted file has appeared: another process may have made it while
     this one waited. Where the file system has no locks two processes may do the same work; each
-    still replaces the file in one step. What an interrupted process left behind is removed.
+    still replaces the file in one step.
     """
     try:
         folder.mkdir(parents=True, exist_ok=True)
@@ -29,14 +27,8 @@ def building(folder: Path) -> Iterator[None]:
     except OSError as error:
         raise _unwritable(folder, error) from error
     with lock:
-        try:
+        with suppress(OSError):
             take_lock(lock.fileno(), wait=True)
-        except OSError:
-            pass
-        else:
-            for leftover in folder.glob("*.partial"):
-                with suppress(OSError):
-                    leftover.unlink()
         yield
 
 
@@ -44,11 +36,8 @@ def building(folder: Path) -> Iterator[None]:
 def new_file(file: Path, size: int, what: str, advice: str) -> Iterator[BinaryIO]:
     """A file to write that becomes ``file`` when the block ends well, and vanishes otherwise.
 
-    Args:
-        file: Its final path, in a folder that is being :func:`built <building>`.
-        size: The bytes it will have; more than the disk has free is refused.
-        what: What is being written, to begin a sentence.
-        advice: What else to do when the disk is too small.
+    ``what`` is being written, of so many bytes; more than the disk has free is refused, with the
+    ``advice``. The folder is being :func:`built <building>`.
     """
     folder = file.parent
     free = shutil.disk_usage(folder).free
@@ -59,25 +48,14 @@ def new_file(file: Path, size: int, what: str, advice: str) -> Iterator[BinaryIO
     if size > free:
         raise DataError(too_small)
     try:
-        handle, name = tempfile.mkstemp(".partial", f"{file.stem}.", folder)
-    except OSError as error:
-        raise _unwritable(folder, error) from error
-    temporary = Path(name)
-    try:
-        with os.fdopen(handle, "wb") as out:
+        with replacing(file) as out:
             yield out
-            out.flush()
-            os.fsync(out.fileno())
-        temporary.chmod(0o644)
-        temporary.replace(file)
     except OSError as error:
         if error.errno in (errno.ENOSPC, errno.EDQUOT):
             raise DataError(too_small) from error
         if error.errno in (errno.EFBIG, errno.EIO, errno.EROFS, errno.EACCES):
             raise _unwritable(folder, error) from error
         raise  # not of this file: whatever the block did besides writing
-    finally:
-        temporary.unlink(missing_ok=True)
 
 
 def _unwritable(folder: Path, error: OSError) -> DataError:

@@ -18,12 +18,9 @@ and averaging over b and m gives the label correlation φ exactly (:func:`plante
 
 from __future__ import annotations
 
-import hashlib
-import io
-import json
-from contextlib import suppress
-from dataclasses import asdict, dataclass
-from importlib.metadata import version
+import functools
+import importlib.util
+from dataclasses import dataclass
 from pathlib import Path
 from typing import Annotated, TypeAlias
 
@@ -32,15 +29,7 @@ import numpy.typing as npt
 import torch
 from annotated_types import Ge, Gt, Le
 
-from fedharmony.data.base import (
-    DataSet,
-    LabelledImages,
-    Source,
-    TensorImages,
-    cache_folder,
-    datasets,
-)
-from fedharmony.files import remove_leftovers, write_atomically
+from fedharmony.data.base import DataSet, LabelledImages, Source, TensorImages, datasets
 from fedharmony.rng import numpy_rng
 from fedharmony.types import Index
 
@@ -48,15 +37,14 @@ Float64: TypeAlias = npt.NDArray[np.float64]
 Float32: TypeAlias = npt.NDArray[np.float32]
 Pixels: TypeAlias = npt.NDArray[np.uint8]
 
-#: Raise when the same settings give other scenes, so that old cache files are not used.
-FORMAT = 1
-
 COLOURS = ("red", "blue")
 CLASSES = tuple(f"{colour} {digit}" for colour in COLOURS for digit in range(10))
 THEMES = 4
 #: P(m digits) for m = 1, …, 4.
 DIGITS_PER_SCENE = np.array([0.2, 0.3, 0.3, 0.2])
 
+#: Where scikit-learn keeps the digits: 64 opacities from 0 to 16 in a row, and the digit.
+BUNDLED = "datasets/data/digits.csv.gz"
 CELL = 8
 GRID = 4
 SIDE = CELL * GRID
@@ -103,13 +91,8 @@ class Digits(Source):
     config: Config
 
     def load(self) -> DataSet:
-        """Compose the scenes, or read them from the cache folder if they were composed before."""
-        file = _cache_file(self.config)
-        remove_leftovers(file.parent)
-        arrays = _read_cache(file, self.config)
-        if arrays is None:
-            arrays = compose(self.config)
-            _write_cache(file, arrays)
+        """Compose the scenes: 3,000 take half a second."""
+        arrays = compose(self.config)
         parts = {
             part: LabelledImages(
                 TensorImages(torch.from_numpy(arrays[f"{part}_images"])), arrays[f"{part}_labels"]
@@ -223,13 +206,15 @@ class _Glyphs:
         return np.asarray(self.opacity[first + (u * (after - first)).astype(np.int64)])
 
 
+@functools.cache
 def _glyphs(seed: int) -> dict[str, _Glyphs]:
     """The bundled digits, two thirds for training and one third for testing."""
-    # Deferred: scikit-learn takes a second to import, and a cached data set does not need it.
-    from sklearn.datasets import load_digits
-
-    opacity, digit = load_digits(return_X_y=True)
-    opacity = (opacity / 16).astype(np.float32).reshape(-1, CELL, CELL)
+    # What its load_digits gives, without importing scikit-learn, which takes a second and more.
+    package = importlib.util.find_spec("sklearn")
+    assert package is not None, "it is a dependency"
+    rows = np.loadtxt(Path(package.origin or "").parent / BUNDLED, delimiter=",")
+    opacity = (rows[:, :-1] / 16).astype(np.float32).reshape(-1, CELL, CELL)
+    digit = rows[:, -1].astype(np.int64)
     shuffled = numpy_rng(seed, "digits/glyphs").permutation(len(digit))
     cut = len(digit) * 2 // 3
     glyphs = {}
@@ -304,36 +289,3 @@ def _background(n: int, rng: np.random.Generator) -> Float32:
     level = rng.uniform(0.4, 0.6, (n, 1, 1, 1)) + rng.uniform(-0.04, 0.04, (n, 3, 1, 1))
     down, right = rng.uniform(-0.15, 0.15, (2, n, 1, 1, 1))
     return np.asarray(level + down * ramp[:, None] + right * ramp, np.float32)
-
-
-def _cache_file(config: Digits.Config) -> Path:
-    """The file of these settings; its name also holds all that could change the scenes."""
-    # The random streams belong to NumPy, the glyphs to scikit-learn.
-    made_by = [FORMAT, np.__version__, version("scikit-learn")]
-    key = json.dumps([made_by, asdict(config)], sort_keys=True)
-    return cache_folder() / f"digits-{hashlib.sha256(key.encode()).hexdigest()[:20]}.npz"
-
-
-def _read_cache(file: Path, config: Digits.Config) -> dict[str, Pixels] | None:
-    """The arrays in ``file``, or None when it is missing, damaged or of the wrong shape."""
-    try:
-        with file.open("rb") as stream, np.load(stream, allow_pickle=False) as stored:
-            arrays = {name: stored[name] for name in stored.files}
-    except Exception:  # damage shows as almost any error; whichever it is, the scenes are made anew
-        return None
-    wanted = {
-        f"{part}_{kind}": (np.dtype(np.uint8), (scenes, *shape))
-        for part, scenes in (("train", config.train), ("test", config.test))
-        for kind, shape in (("images", (3, SIDE, SIDE)), ("labels", (len(CLASSES),)))
-    }
-    found = {name: (array.dtype, array.shape) for name, array in arrays.items()}
-    return arrays if found == wanted else None
-
-
-def _write_cache(file: Path, arrays: dict[str, Pixels]) -> None:
-    """Write whole or not at all; two processes may do so at once. Failure costs only time."""
-    buffer = io.BytesIO()
-    np.savez(buffer, **arrays)  # type: ignore[arg-type]
-    with suppress(OSError):
-        file.parent.mkdir(parents=True, exist_ok=True)
-        write_atomically(file, buffer.getvalue())

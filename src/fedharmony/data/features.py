@@ -23,7 +23,7 @@ import io
 import zipfile
 from array import array
 from collections.abc import Callable, Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from itertools import zip_longest
 from operator import itemgetter
 from pathlib import Path
@@ -46,13 +46,14 @@ from fedharmony.data.table import (
     Header,
     Row,
     RowError,
-    csv_rows,
     label_values,
-    parquet_rows,
+    read_file,
+    refuse_other_width,
     repeated,
+    table_rows,
 )
 from fedharmony.errors import ConfigError, DataError, nearest, shown, some
-from fedharmony.reading import is_file, is_folder, read_regular, user_path
+from fedharmony.reading import is_file, is_folder, user_path
 from fedharmony.types import Index, Labels
 
 Values: TypeAlias = npt.NDArray[np.float32]
@@ -89,10 +90,6 @@ class Features(Source):
             label_file: With ARFF, MULAN's XML file of labels; empty for the one beside it if there
                 is one (x.xml for x.arff, x-train.arff and x-test.arff).
             id: The column with the name of a sample; empty for "id" if there is one.
-            user: The column with its owner; empty for "user" or "client" if there is one.
-            split: The column that tells training from test samples; empty for "split" or
-                "partition" if there is one.
-            ignore: Columns to pass over.
         """
 
         path: FilePath = ""
@@ -103,9 +100,6 @@ class Features(Source):
         label_side: Literal["end", "start"] = "end"
         label_file: FilePath = ""
         id: str = ""
-        user: str = ""
-        split: str = ""
-        ignore: tuple[str, ...] = ()
 
         def __post_init__(self) -> None:
             super().__post_init__()
@@ -179,12 +173,8 @@ class Features(Source):
     def inputs(self, path: str, names: Sequence[str]) -> tuple[list[str], Values]:
         """Names and feature vectors of the samples of a file, which needs no labels.
 
-        Args:
-            path: The file.
-            names: The features, in their order. A table has a column for each, and may have more.
-
-        Returns:
-            The samples' ids, or else their numbers from 1 on; float32 ``(N, F)``.
+        A table has a column for each of the features ``names``, and may have more. Samples without
+        an id are called by their numbers from 1 on.
         """
         content = self._content(path, "path", ("X",))
         if isinstance(content, Sheet):
@@ -212,25 +202,16 @@ class Features(Source):
             raise DataError(f"{where} is a folder. Set data.{setting} to the file in it.")
         if form not in FORMS:
             raise DataError(f"{where} is no file of features; they end in {', '.join(FORMS)}.")
-        try:
-            data = read_regular(file)
-        except OSError as error:
-            raise DataError(f"{where} cannot be read: {error.strerror}. Check the path.") from None
+        data, advice = read_file(file), "Write the samples into it."
         if not data:
-            raise DataError(f"{where} is empty. Write the samples into it.")
+            raise DataError(f"{where} is empty. {advice}")
         if form == ".npz":
             return _arrays(data, where, arrays)
         if form == ".arff":
             sheet = read_arff(data, where)
-            if found := self.config.label_file or _list_beside(file):
-                sheet = sheet._replace(labels=labels_of_xml(found))
-        else:
-            rows = (csv_rows if form == ".csv" else parquet_rows)(data, where)
-            header = next(rows, None)
-            if header is None:
-                raise DataError(f"{where} is empty. Write the samples into it.")
-            sheet = Sheet(where, header.cells, rows)
-        return sheet
+            found = self.config.label_file or _list_beside(file)
+            return sheet._replace(labels=labels_of_xml(found)) if found else sheet
+        return Sheet(where, *table_rows(data, where, advice))
 
     # -- rows of cells -----------------------------------------------------------------------------
 
@@ -254,7 +235,7 @@ class Features(Source):
         x, y = (_picker([header.places[n] for n in names]) for names in (features, classes))
         for row in sheet.rows:
             try:
-                header.refuse_other_width(row.cells)
+                refuse_other_width(row, header.names)
                 values.extend(_numbers(x(row.cells), features))
                 labels += label_values(y(row.cells), list(classes))
                 for role, i in at.items():
@@ -287,10 +268,7 @@ class Features(Source):
         values, ids = array("f"), list[str]()
         for row in sheet.rows:
             try:
-                if len(row.cells) != len(sheet.names):
-                    raise RowError(
-                        f"there are {len(row.cells):,} cells below {len(sheet.names):,} columns."
-                    )
+                refuse_other_width(row, sheet.names)
                 values.extend(_numbers(pick(row.cells), names))
             except RowError as problem:
                 raise DataError(f"{row.place}: {problem}") from None
@@ -389,17 +367,9 @@ class Features(Source):
 
 @dataclass(frozen=True, eq=False)
 class Samples:
-    """The samples of a file.
+    """The samples of a file: values ``(N, F)`` with labels, :data:`UNKNOWN` where one is unknown.
 
-    Attributes:
-        where: The file.
-        features: F names.
-        classes: C names.
-        values: float32 ``(N, F)``.
-        labels: uint8 ``(N, C)``, :data:`UNKNOWN` where a label is unknown.
-        ids: N names, if they have any.
-        users: ``(N,)``, if they have owners.
-        splits: What the split column means, if there is one.
+    Ids, users and the meaning of the split column are None where there are none.
     """
 
     where: str
@@ -413,27 +383,27 @@ class Samples:
 
     def some(self, rows: Index) -> Samples:
         """The samples at ``rows``."""
-        return Samples(
-            self.where,
-            self.features,
-            self.classes,
-            self.values[rows],
-            self.labels[rows],
-            None if self.ids is None else tuple(self.ids[i] for i in rows),
-            None if self.users is None else self.users[rows],
-            None,
+        return replace(
+            self,
+            values=self.values[rows],
+            labels=self.labels[rows],
+            ids=None if self.ids is None else tuple(self.ids[i] for i in rows),
+            users=None if self.users is None else self.users[rows],
+            splits=None,
         )
 
     def as_images(self) -> LabelledImages:
         """The same as a part of a data set."""
-        known = self.labels != UNKNOWN
-        return LabelledImages(
-            TensorImages(torch.from_numpy(self.values)),
-            self.labels * known,
-            self.ids,
-            self.users,
-            None if known.all() else known,
-        )
+        inputs = TensorImages(torch.from_numpy(self.values))
+        return labelled(inputs, self.labels, self.ids, self.users)
+
+
+def labelled(
+    inputs: Images, labels: Labels, ids: tuple[str, ...] | None, users: npt.NDArray[Any] | None
+) -> LabelledImages:
+    """A part of a data set, of labels that are 0, 1 and :data:`UNKNOWN`."""
+    known = labels != UNKNOWN
+    return LabelledImages(inputs, labels * known, ids, users, None if known.all() else known)
 
 
 def moments(images: Images) -> tuple[tuple[float, ...], tuple[float, ...]]:

@@ -31,15 +31,7 @@ SAMPLE = 16
 
 @dataclass(frozen=True, eq=False)
 class AnnotatedFiles:
-    """Image files and all that is known of them; the row of a file is its index.
-
-    Attributes:
-        files: The N image files.
-        labels: uint8 ``(N, C)``, 1 where the class is present.
-        ids: One name per image.
-        users: ``(N,)``, the natural owner of every image, or None when there are none.
-        known: bool ``(N, C)``, False where a label is unknown; None means that all are known.
-    """
+    """Image files with what :class:`LabelledImages` has of images; a file's row is its index."""
 
     files: ImageFiles
     labels: Labels

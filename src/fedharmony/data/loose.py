@@ -9,7 +9,7 @@ from dataclasses import dataclass
 from pathlib import Path
 
 from fedharmony.data.cache import IMAGE_ENDINGS
-from fedharmony.data.table import TABLES, csv_rows, parquet_rows
+from fedharmony.data.table import TABLES, read_file, table_rows
 from fedharmony.data.tree import IMAGE_LIMIT
 from fedharmony.errors import DataError, nearest
 from fedharmony.reading import is_folder, is_there, read_regular
@@ -47,12 +47,8 @@ class LooseImages:
 def find_images(places: Sequence[Path], columns: Sequence[str] = IMAGE_COLUMNS) -> LooseImages:
     """The images that files, folders (with all below them) and tables name, in that order.
 
-    Args:
-        places: An image, a folder, or a table (CSV or Parquet) of paths, relative to its folder.
-        columns: Names of the table's column of paths; the first that is there counts.
-
-    Raises:
-        DataError: There is no such place, or it holds no image.
+    Tables are CSV or Parquet files with paths relative to their folder, in the first of ``columns``
+    that is there. A place that is not there or holds no image is a DataError.
     """
     found: list[Path] = []
     for place in places:
@@ -82,21 +78,15 @@ def _below(folder: Path) -> Iterator[Path]:
 
 def _listed(table: Path, columns: Sequence[str]) -> Iterator[Path]:
     """The images that a table lists."""
-    try:
-        data = read_regular(table)
-    except OSError as error:
-        raise DataError(f"{table} cannot be read: {error.strerror}.") from None
-    rows = (csv_rows if table.suffix.lower() == ".csv" else parquet_rows)(data, str(table))
-    header = next(rows, None)
-    if header is None:
-        raise DataError(f"{table} is empty. Write a header and one row per image.")
-    name = next((name for name in columns if name in header.cells), None)
+    advice = "Write a header and one row per image."
+    header, rows = table_rows(read_file(table), str(table), advice)
+    name = next((name for name in columns if name in header), None)
     if name is None:
         raise DataError(
             f"{table} has no column of paths ({' or '.join(columns)}). "
-            f"{nearest(columns[0], header.cells)} --column names another."
+            f"{nearest(columns[0], header)} --column names another."
         )
-    place = header.cells.index(name)
+    place = header.index(name)
     for row in rows:
         if place >= len(row.cells) or not row.cells[place]:
             raise DataError(f"{row.place}: the path in column {name!r} is missing. Correct it.")

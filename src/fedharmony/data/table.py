@@ -50,6 +50,7 @@ from fedharmony.data.check import (
 from fedharmony.data.file_source import AnnotatedFiles, Content, FileSource
 from fedharmony.data.tree import Tree, open_tree
 from fedharmony.errors import ConfigError, DataError, nearest, shown
+from fedharmony.reading import read_regular
 from fedharmony.rng import numpy_rng
 from fedharmony.types import Index, Labels
 
@@ -80,9 +81,13 @@ CELLS = {
 
 @dataclass(frozen=True)
 class Division(Checked):
-    """Settings that tell training from test rows.
+    """Settings of rows: whose they are, and which are training and which are test rows.
 
     Attributes:
+        user: The column with the owner; empty for "user" or "client" if there is one.
+        split: The column that tells training from test rows; empty for "split" or "partition" if
+            there is one.
+        ignore: Columns to pass over.
         train_split: The word for training images in the split column.
         test_split: The word for test images there.
         test_fraction: The share of images held out for testing where neither a split column nor a
@@ -92,6 +97,9 @@ class Division(Checked):
         seed: Seed of that choice.
     """
 
+    user: str = ""
+    split: str = ""
+    ignore: tuple[str, ...] = ()
     train_split: str = "train"
     test_split: str = "test"
     test_fraction: Annotated[float, Gt(0), Lt(1)] = 0.2
@@ -158,12 +166,8 @@ class Table(FileSource):
             format: "joined" for names in one column, "columns" for a column of 0 and 1 per class.
             image: The column with the image's path below ``path``.
             labels: With "joined", the column with the names.
-            user: The column with the image's owner; empty for "user" or "client" if there is one.
-            split: The column that tells training from test images; empty for "split" or
-                "partition" if there is one.
             classes: The classes in label order. Empty for all names, sorted, or with "columns" for
                 all columns that mean nothing else, in their order.
-            ignore: Columns to pass over.
         """
 
         table: str = ""
@@ -171,10 +175,7 @@ class Table(FileSource):
         format: Literal["joined", "columns"] = "joined"
         image: str = "image"
         labels: str = "labels"
-        user: str = ""
-        split: str = ""
         classes: tuple[str, ...] = ()
-        ignore: tuple[str, ...] = ()
 
         def __post_init__(self) -> None:
             super().__post_init__()
@@ -272,36 +273,34 @@ class Table(FileSource):
     def _read(self, tree: Tree, name: str, labels: LabelCells, places: dict[str, str]) -> Listing:
         """The rows of a table; labels are added to ``labels``, images to ``places``."""
         where = tree.locate(name)
-        read = csv_rows if name.lower().endswith(".csv") else parquet_rows
-        rows = read(tree.read(name), where)
-        first = next(rows, None)
-        if first is None:
-            raise DataError(f"{where} is empty. {self.obtain()}")
-        header = Header(where, first.cells, self.config.ignore)
-        columns = self._columns(header, labels)
+        names, rows = table_rows(tree.read(name), where, self.obtain())
+        header = Header(where, names, self.config.ignore)
+        image_at, user_at, split_at, labels_at = self._columns(header, labels)
         listing = Listing(where)
         for row in rows:
             try:
-                header.refuse_other_width(row.cells)
-                image = _image_name(row.cells[columns.image])
+                refuse_other_width(row, header.names)
+                image = _image_name(row.cells[image_at])
                 if places.setdefault(image, row.place) != row.place:
                     raise RowError(f"image {image!r} is listed already in {places[image]}.")
                 listing.images.append(image)
-                if columns.user is not None:
-                    if not row.cells[columns.user]:
+                if user_at is not None:
+                    if not row.cells[user_at]:
                         raise RowError("the user is missing.")
-                    listing.users.append(row.cells[columns.user])
-                if columns.split is not None:
-                    listing.splits.append(self.config.word(row.cells[columns.split]))
-                labels.add([row.cells[column] for column in columns.labels])
+                    listing.users.append(row.cells[user_at])
+                if split_at is not None:
+                    listing.splits.append(self.config.word(row.cells[split_at]))
+                labels.add([row.cells[column] for column in labels_at])
             except RowError as problem:
                 raise DataError(f"{row.place}: {problem} Correct the table.") from None
         if not listing.images:
             raise DataError(f"{where} has a header but lists no image. {self.obtain()}")
         return listing
 
-    def _columns(self, header: Header, labels: LabelCells) -> Columns:
-        """What the columns of a table mean."""
+    def _columns(
+        self, header: Header, labels: LabelCells
+    ) -> tuple[int, int | None, int | None, tuple[int, ...]]:
+        """Where in a row stand image, user, split and labels."""
         config, where = self.config, header.where
         image = header.place(config.image, "image")
         user = header.place_if_any(config.user, "user", USER_COLUMNS)
@@ -327,7 +326,7 @@ class Table(FileSource):
                 f"{where} has the column {unknown[0]!r}, and no setting says what it is. Name it "
                 f"in data.ignore, or in data.user, data.split or data.{labels.setting}."
             )
-        return Columns(image, user, split, labelled)
+        return image, user, split, labelled
 
 
 def image_faults(part: AnnotatedFiles, tell: Tell | None) -> list[str]:
@@ -403,6 +402,12 @@ class Row(NamedTuple):
     cells: list[str]
 
 
+def refuse_other_width(row: Row, names: Sequence[str]) -> None:
+    """Refuse a row that does not have a cell for each column."""
+    if len(row.cells) != len(names):
+        raise RowError(f"there are {len(row.cells):,} cells below {len(names):,} columns.")
+
+
 class Header:
     """The columns of a table that are not passed over; each must have a name of its own.
 
@@ -421,11 +426,6 @@ class Header:
                 f"{where}, column {self.places[''] + 1} has no name. Name or remove it; pandas "
                 "leaves out the row numbers with index=False."
             )
-
-    def refuse_other_width(self, cells: Sequence[str]) -> None:
-        """Refuse a row that does not have a cell for each column."""
-        if len(cells) != len(self.names):
-            raise RowError(f"there are {len(cells):,} cells below {len(self.names):,} columns.")
 
     def place(self, name: str, setting: str) -> int:
         """The place of a column that ``data.SETTING`` names."""
@@ -446,15 +446,6 @@ class Header:
                 "them and name the other in data.ignore."
             )
         return self.place(found[0], setting) if found else None
-
-
-class Columns(NamedTuple):
-    """Which cell of a row is what."""
-
-    image: int
-    user: int | None
-    split: int | None
-    labels: tuple[int, ...]
 
 
 @dataclass
@@ -607,6 +598,23 @@ def label_values(cells: Sequence[str], names: Sequence[str]) -> bytes:
 
 
 # Reading ------------------------------------------------------------------------------------------
+
+
+def read_file(file: Path) -> bytes:
+    """The content of a file that the user names."""
+    try:
+        return read_regular(file)
+    except OSError as error:
+        raise DataError(f"{file} cannot be read: {error.strerror}. Check the path.") from None
+
+
+def table_rows(data: bytes, where: str, advice: str) -> tuple[list[str], Iterator[Row]]:
+    """The columns of a CSV or Parquet file, by the ending of its name, and its rows."""
+    rows = (csv_rows if where.lower().endswith(".csv") else parquet_rows)(data, where)
+    header = next(rows, None)
+    if header is None:
+        raise DataError(f"{where} is empty. {advice}")
+    return header.cells, rows
 
 
 def csv_rows(data: bytes, where: str) -> Iterator[Row]:

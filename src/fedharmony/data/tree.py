@@ -4,17 +4,13 @@ A loader asks a :class:`Tree` for names such as ``VOC2012/JPEGImages/2008_000002
 know whether the user unpacked the archives. A name is looked up in the folder first and in the
 archives that lie in it second, so a packed and an unpacked data set read the same.
 
-``.tar`` and ``.zip`` are indexed once and then read at random, each read opening the file for
-itself: nothing stays open, and any number of threads may read. Random reads in a ``.tar.gz`` would
-have to start at its beginning every time; it is therefore unpacked once, in one pass, to a ``.tar``
-in the cache folder.
+``.tar`` and ``.zip`` are indexed once and then read at random, by any number of threads. Random
+reads in a ``.tar.gz`` would have to start at its beginning every time; it is therefore unpacked
+once, in one pass, to a ``.tar`` in the cache folder.
 
 What is read is bounded: files are regular ones (a pipe or device is refused), an image has at most
 :data:`IMAGE_LIMIT` bytes, and unpacking stops at the size that an archive declares, which may not
 be out of proportion to the packed one.
-
-Zip members are read by code of our own: read by two threads, packed members came 8 % slower from
-``zipfile``, which locks its file, and stored ones no slower (4,000 members of 32 kB, best of 15).
 """
 
 from __future__ import annotations
@@ -22,14 +18,13 @@ from __future__ import annotations
 import gzip
 import hashlib
 import os
-import struct
 import tarfile
 import zipfile
 import zlib
 from collections.abc import Sequence
 from functools import cached_property
 from pathlib import Path
-from typing import BinaryIO, NamedTuple, Protocol, TypeAlias
+from typing import IO, BinaryIO, NamedTuple, Protocol, TypeAlias
 
 from fedharmony.data.base import cache_folder
 from fedharmony.data.derived import building, new_file
@@ -49,10 +44,8 @@ UNPACKED_RATIO, UNPACKED_LEAST = 100, 64 << 20
 
 COPY = 1 << 20  # bytes copied at a time
 BLOCK = 512  # a tar archive is a sequence of such blocks
+DAMAGE = (tarfile.TarError, zipfile.BadZipFile, zlib.error)
 GZIP, ZIP = b"\x1f\x8b", b"PK"  # how such files begin
-ZIP_MEMBER = b"PK\x03\x04"  # how each member of a zip begins
-ZIP_HEADER = struct.Struct("<4s22xHH")  # that mark, and the lengths of name and extra field
-ENCRYPTED = 1  # the bit in a zip member's flags
 
 
 class ImageFiles(Protocol):
@@ -117,12 +110,11 @@ class Folder:
 class Member(NamedTuple):
     """Where a file lies in an archive, and what is known of it without reading it."""
 
-    offset: int  # of the content in a tar, of the local header in a zip
     packed: int
     size: int
     stamp: str
-    method: int = zipfile.ZIP_STORED
-    crc: int | None = None
+    offset: int = 0  # of the content, in a tar
+    info: zipfile.ZipInfo | None = None  # in a zip
 
 
 class Archive:
@@ -166,11 +158,30 @@ class Archive:
         member = self._members.get(name)
         if member is None:
             raise DataError(f"{self.locate(name)} cannot be read: it is a folder.")
+        limit, size = min(limit, _most_unpacked(member.packed)), max(member.size, member.packed)
         try:
-            with self._source.open("rb") as file:
-                return _read_member(file, member, limit)
-        except (OSError, ValueError, zlib.error, struct.error) as error:
+            if size > limit:
+                raise ValueError(
+                    f"it would have {size:,} bytes, more than the {limit:,} that are read"
+                )
+            with self._open(member) as file:
+                data = file.read(member.size)  # of what is packed no more than it declares
+            if len(data) < member.size:
+                raise ValueError("the archive is cut short")
+        except (OSError, ValueError, EOFError, RuntimeError, *DAMAGE) as error:
             raise DataError(f"{self.locate(name)} cannot be read: {error}.") from error
+        return data
+
+    def _open(self, member: Member) -> IO[bytes]:
+        if member.info is not None:
+            return self._zip.open(member.info)
+        file = self._source.open("rb")
+        file.seek(member.offset)
+        return file
+
+    @cached_property
+    def _zip(self) -> zipfile.ZipFile:
+        return zipfile.ZipFile(self.path)
 
     @cached_property
     def _kind(self) -> bytes:
@@ -198,10 +209,10 @@ class Archive:
         source = self._source
         try:
             if self._kind == ZIP:
-                found = _zip_members(source)
+                found = _zip_members(self._zip)
             else:
                 found = _tar_members(source, self._identity)
-        except (OSError, tarfile.TarError, zipfile.BadZipFile, ValueError) as error:
+        except (OSError, ValueError, *DAMAGE) as error:
             raise DataError(
                 f"Archive {self.path} is damaged or not an archive: {error}. Compare its size with "
                 "the publisher's and fetch it again."
@@ -238,11 +249,7 @@ class Tree:
 
     Names are POSIX paths below the data set's own top: ``VOC2012/JPEGImages/2008_000002.jpg``,
     ``annotations/instances_train2014.json``. Where several places have a file of the same name, the
-    first place wins.
-
-    Args:
-        stores: The places, in the order of the search.
-        hidden: Names left out of the list of the top: what holds the files is not one of them.
+    first place wins. What holds the files is ``hidden`` from the list of the top.
     """
 
     def __init__(self, stores: Sequence[Store], hidden: Sequence[str] = ()) -> None:
@@ -387,7 +394,7 @@ def _checked(name: str) -> str:
 def _tar_members(path: Path, identity: str) -> list[tuple[str, Member]]:
     with tarfile.open(path, "r:") as tar:
         found = [
-            (m.name, Member(m.offset_data, m.size, m.size, f"{identity} {m.offset_data}"))
+            (m.name, Member(m.size, m.size, f"{identity} {m.offset_data}", m.offset_data))
             for m in tar
             if m.isreg() and m.sparse is None
         ]
@@ -400,49 +407,12 @@ def _tar_members(path: Path, identity: str) -> list[tuple[str, Member]]:
     return found
 
 
-def _zip_members(path: Path) -> list[tuple[str, Member]]:
-    with zipfile.ZipFile(path) as archive:
-        return [
-            (
-                m.filename,
-                Member(
-                    offset=m.header_offset,
-                    packed=m.compress_size,
-                    size=m.file_size,
-                    stamp=f"{m.CRC:08x} {m.file_size}",
-                    method=-1 if m.flag_bits & ENCRYPTED else m.compress_type,
-                    crc=m.CRC,
-                ),
-            )
-            for m in archive.infolist()
-            if not m.is_dir()
-        ]
-
-
-def _read_member(file: BinaryIO, member: Member, limit: int) -> bytes:
-    limit = min(limit, _most_unpacked(member.packed))
-    if max(member.size, member.packed) > limit:
-        size = max(member.size, member.packed)
-        raise ValueError(f"it would have {size:,} bytes, more than the {limit:,} that are read")
-    file.seek(member.offset)
-    if member.crc is not None:
-        mark, name, extra = ZIP_HEADER.unpack(file.read(ZIP_HEADER.size))
-        if mark != ZIP_MEMBER:
-            raise ValueError("its header is damaged")
-        file.seek(name + extra, os.SEEK_CUR)
-    data = file.read(member.packed)
-    if member.method == zipfile.ZIP_DEFLATED:
-        # One byte more than declared is enough to know that the declaration is wrong.
-        data = zlib.decompressobj(-zlib.MAX_WBITS).decompress(data, member.size + 1)
-    elif member.method != zipfile.ZIP_STORED:
-        raise ValueError("it is encrypted or packed in a way that is not supported")
-    if len(data) > member.size:
-        raise ValueError("it is larger than the archive declares")
-    if len(data) < member.size:
-        raise ValueError("the archive is cut short")
-    if member.crc is not None and zlib.crc32(data) != member.crc:
-        raise ValueError("its checksum is wrong")
-    return data
+def _zip_members(archive: zipfile.ZipFile) -> list[tuple[str, Member]]:
+    return [
+        (m.filename, Member(m.compress_size, m.file_size, f"{m.CRC:08x} {m.file_size}", info=m))
+        for m in archive.infolist()
+        if not m.is_dir()
+    ]
 
 
 def _most_unpacked(packed: int) -> int:

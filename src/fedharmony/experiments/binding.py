@@ -32,10 +32,8 @@ SLAB = 256
 def bind(data: DataSet, partition: Partition, held_out: Index | None = None) -> Binding:
     """The hashes of classes, images, names, labels, unknown marks, users and partition.
 
-    Args:
-        data: as loaded: before clients see them through transforms, and where they were loaded to.
-        partition: who holds which image.
-        held_out: the training images that take the place of the test set, if any do.
+    Data are hashed as loaded: before clients see them through transforms, and where they were
+    loaded to. ``held_out`` are the training images that take the place of the test set, if any do.
     """
     return {
         "class names": _text(data.classes),

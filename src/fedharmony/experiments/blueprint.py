@@ -36,12 +36,8 @@ from fedharmony.types import FROZEN, Record, Tensors
 class Facts:
     """What must be known of the clients' data before round 0.
 
-    Attributes:
-        classes: label names.
-        input: what a model of these data is built for: images, or feature vectors.
-        sizes: number of images that each client trains on, by its id.
-        unknown_labels: whether some labels of the training images are unknown to the clients.
-        names: of the clients, where they have some.
+    ``input`` is what a model of these data is built for; ``sizes`` are the images that each client
+    trains on, by its id; clients may have names.
     """
 
     classes: tuple[str, ...]
@@ -53,17 +49,11 @@ class Facts:
 
 @dataclass(frozen=True)
 class Blueprint:
-    """A run without data.
+    """A run without data: method, model, and the cohort of each round.
 
-    Attributes:
-        settings: all of them.
-        facts: of the clients' data.
-        model: backbone and head.
-        method: what clients and server do.
-        schedule: the cohort of each round.
-        opening: exchanges before the first training, whatever the method.
-        gathered: for training in one place, the number of images that each round sees.
-        budget: what the run costs, where clients are private.
+    ``opening`` are exchanges before the first training, whatever the method; ``gathered`` is the
+    number of images that each round sees where one party trains; ``budget`` is what a run with
+    private clients costs.
     """
 
     settings: Settings

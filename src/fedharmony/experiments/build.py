@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field, replace
 from pathlib import Path
-from typing import TYPE_CHECKING, Any, Protocol
+from typing import TYPE_CHECKING, Any
 
 import numpy as np
 import numpy.typing as npt
@@ -13,6 +13,7 @@ import torch
 
 from fedharmony.data.base import DataSet, Images, LabelledImages, TensorImages, datasets
 from fedharmony.data.cache import MappedImages
+from fedharmony.data.check import Part
 from fedharmony.data.features import moments
 from fedharmony.data.file_source import Content, FileSource
 from fedharmony.engine.cohort import Cohort
@@ -47,17 +48,9 @@ Observer = Callable[[Event], None]
 class Assembly:
     """Everything a simulated run is made of, built and checked before round 0.
 
-    Attributes:
-        blueprint: the run without its data.
-        loaded: the data as they were loaded.
-        data: the data as clients see them, on the device.
-        partition: who holds which image.
-        clients: what each client trains on: its part, less what is held out.
-        for_thresholds: images held out to choose each label's threshold on, if any are.
-        device: where to compute.
-        mode: how to compute.
-        attack: which clients lie.
-        bound: the hashes of all this.
+    Data are kept as ``loaded``, and as clients see them, on the device. ``clients`` is what each
+    trains on: its part, less what is held out; thresholds are chosen on some of that, if on any.
+    ``bound`` has the hashes of all this.
     """
 
     blueprint: Blueprint
@@ -134,11 +127,8 @@ def assemble(
 ) -> Assembly:
     """Build data, split, model and method; whatever does not fit is refused here.
 
-    Args:
-        settings: all of them.
-        partition_file: the split; none takes the one that the settings say.
-        data: as loaded before; none loads them.
-        observe: is told of images that are decoded.
+    The split is read from ``partition_file``, or is the one that the settings say. ``data`` saves
+    loading them; ``observe`` is told of images that are decoded.
     """
     device = choose_device(settings.engine.device)
     if data is None:
@@ -176,32 +166,11 @@ def assemble(
     )
 
 
-class Labelled(Protocol):
-    """Training images of which labels, owners and unknown labels are known, if not their pixels."""
-
-    @property
-    def labels(self) -> Labels:
-        """(N, C) zeros and ones."""
-
-    @property
-    def users(self) -> npt.NDArray[Any] | None:
-        """(N,) the owner of each image."""
-
-    @property
-    def known(self) -> npt.NDArray[np.bool_] | None:
-        """(N, C) whether a label is known; none: all are."""
-
-
 @dataclass(frozen=True)
 class Draft:
     """What is made of labels alone, before the images are read.
 
-    Attributes:
-        partition: who holds which image.
-        clients: what each client trains on.
-        held_out: the training images that take the place of the test set, if any do.
-        for_thresholds: the training images that thresholds are chosen on, if any are.
-        blueprint: the run without its data.
+    ``held_out`` are the training images that take the place of the test set, if any do.
     """
 
     partition: Partition
@@ -213,19 +182,12 @@ class Draft:
 
 @dataclass(frozen=True)
 class Contents:
-    """What a data set holds, less its pixels.
-
-    Attributes:
-        classes: label names.
-        input: what a model of these data is built for.
-        train: labels and owners of the training images.
-        test: those of the test images.
-    """
+    """What a data set holds, less its pixels."""
 
     classes: tuple[str, ...]
     input: InputSpec | FeatureSpec
-    train: Labelled
-    test: Labelled
+    train: Part
+    test: Part
 
 
 def contents(settings: Settings, complete: bool = False) -> Contents:

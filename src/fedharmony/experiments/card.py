@@ -5,23 +5,16 @@ from __future__ import annotations
 from collections.abc import Iterator, Mapping
 from typing import Any
 
+from fedharmony.errors import some
 from fedharmony.experiments.trained import TrainedModel
 from fedharmony.models.base import FeatureSpec
 
 #: Labels that a table lists; of more, config.json has them all.
 MOST_ROWS = 100
-#: Labels that a sentence names.
-NAMED = 10
 
 
 def model_card(model: TrainedModel, config: Mapping[str, Any], onnx: bool) -> str:
-    """The card as Markdown.
-
-    Args:
-        model: what is exported.
-        config: its ``config.json``.
-        onnx: whether ``model.onnx`` stands beside.
-    """
+    """The card as Markdown, from ``config.json``; ``onnx``: ``model.onnx`` stands beside it."""
     settings, results = model.settings, model.results
     title = f"# {settings.data.common.name}, {len(model.classes)} labels ({results['label']})"
     parts = [
@@ -122,7 +115,7 @@ def _limits(model: TrainedModel) -> Iterator[str]:
         yield "All labels share one threshold, which suits some of them badly."
     unmeasured = [e["label"] for e in results["per_label"] if not e["positives"]]
     if unmeasured:
-        yield f"No test image has {_some(unmeasured)}: nothing is known of how well it is found."
+        yield f"No test image has {some(unmeasured)}: nothing is known of how well it is found."
     if never := results["n_classes_never_predicted"]:
         yield f"{never} of {len(model.classes)} labels were given to no test image at all."
     if lost := results["clients_lost"]:
@@ -141,8 +134,3 @@ def _percent(value: float | None) -> str:
 
 def _numbers(values: list[float]) -> str:
     return ", ".join(f"{value:.4g}" for value in values)
-
-
-def _some(names: list[str]) -> str:
-    more = f" and {len(names) - NAMED:,} more" if len(names) > NAMED else ""
-    return ", ".join(names[:NAMED]) + more

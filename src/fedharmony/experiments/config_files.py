@@ -62,17 +62,13 @@ def _settings(default: Method.Config) -> Iterator[str]:
     words, types = descriptions(config), get_type_hints(config)
     for field in fields(config):
         text, value = words[field.name], getattr(default, field.name)
-        options = [f'"{option}"' for option in _options(types[field.name])]
+        hint = types[field.name]
+        options = [f'"{option}"' for option in get_args(hint) if get_origin(hint) is Literal]
         if not all(option in text for option in options):
             text += f" One of {', '.join(options)}."
         yield from _comment(text)
         shown = f"{field.name} = (left out)" if value is None else _setting(field.name, value)
         yield f"# {shown}"
-
-
-def _options(hint: object) -> tuple[object, ...]:
-    """What a setting can be, where that is a list of words."""
-    return get_args(hint) if get_origin(hint) is Literal else ()
 
 
 def descriptions(config: type[object]) -> dict[str, str]:

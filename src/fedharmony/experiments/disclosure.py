@@ -24,17 +24,10 @@ CLIENTS, IMAGES = 3, 4
 
 @dataclass(frozen=True)
 class Item:
-    """Something that a client sends.
+    """Something that a client sends: when, in which stage, who is asked, and how much it is.
 
-    Attributes:
-        when: in which rounds.
-        stage: in which exchange.
-        asked: of whom.
-        name: of the tensor, or of a whole model.
-        numbers: how many it has.
-        nbytes: of one client, each time.
-        summed: whether the server sees it only as a sum over clients.
-        bound: what is known of its values beforehand.
+    ``summed``: the server sees it only as a sum over clients; ``bound``: what is known of its
+    values.
     """
 
     when: str
@@ -49,12 +42,10 @@ class Item:
 
 @dataclass(frozen=True)
 class Disclosure:
-    """All that a client sends in a run.
+    """All that a client sends in a run, in the order in which it is first sent; and what it costs.
 
-    Attributes:
-        items: in the order in which they are first sent.
-        privacy: ε, δ and the noise multiplier after all rounds; empty where there is no noise.
-        rounds: of the run.
+    ``privacy`` has ε, δ and the noise multiplier after all rounds; it is empty where there is no
+    noise.
     """
 
     items: tuple[Item, ...]

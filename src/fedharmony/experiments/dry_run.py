@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import math
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass, replace
 from pathlib import Path
@@ -11,8 +10,7 @@ from fedharmony.experiments.build import Contents, Draft, contents, draft
 from fedharmony.experiments.compare import Planned, plan
 from fedharmony.experiments.folder import RunFolder
 from fedharmony.experiments.machine import choose_device, switch_torch, with_threads
-from fedharmony.experiments.outlook import scratch_warning, seconds_per_image
-from fedharmony.experiments.run import finished
+from fedharmony.experiments.outlook import scratch_warning, seconds_each, work
 from fedharmony.experiments.settings import Settings
 from fedharmony.experiments.sweep import Point
 from fedharmony.experiments.tune import Search
@@ -20,15 +18,9 @@ from fedharmony.experiments.tune import Search
 
 @dataclass(frozen=True)
 class Group:
-    """Runs that differ in their seed at most, or in values that are tried.
+    """Runs that differ in their seed at most, or in values that are tried; some may be done.
 
-    Attributes:
-        label: the method.
-        runs: how many there are.
-        done: how many of them are finished already.
-        rounds: of each run.
-        parameters: of the model.
-        seconds: that the unfinished ones take, about; none where that is not known.
+    ``seconds`` is about what the others take; none where that is not known.
     """
 
     label: str
@@ -41,14 +33,7 @@ class Group:
 
 @dataclass(frozen=True)
 class Plan:
-    """What a command would do.
-
-    Attributes:
-        folder: where it would write.
-        facts: data, split, model and device in words, by their names.
-        groups: the runs.
-        warnings: what should be known before it begins.
-    """
+    """What a command would do: data, split, model and device in words, its runs, and warnings."""
 
     folder: Path
     facts: dict[str, str]
@@ -104,42 +89,22 @@ def _plan(folder: Path, runs: list[Planned]) -> Plan:
     for drafted in drafts.values():
         drafted.blueprint.initial_state()  # reads weights, and lets the method refuse
     first = drafts[runs[0].label]
-    weights = getattr(settings.model.own, "weights", None)
     images = sum(first.blueprint.facts.sizes.values())
     warnings = [drafted.blueprint.method.remark for drafted in drafts.values()]
-    warnings.append(scratch_warning(first.blueprint.model, weights, images) or "")
+    warnings.append(scratch_warning(first.blueprint, images) or "")
     groups = tuple(_group(label, runs, drafted, data) for label, drafted in drafts.items())
     return Plan(folder, _facts(settings, first, data), groups, tuple(filter(None, warnings)))
 
 
 def _group(label: str, runs: Iterable[Planned], drafted: Draft, data: Contents) -> Group:
     own = [run for run in runs if run.label == label]
-    done = sum(run.folder.holds_run() and finished(run.folder) is not None for run in own)
-    blueprint = drafted.blueprint
-    seconds = _seconds(drafted, data)
-    left = None if seconds is None else seconds * (len(own) - done)
-    return Group(
-        label,
-        len(own),
-        done,
-        blueprint.settings.run.rounds,
-        blueprint.model.num_parameters,
-        left,
-    )
-
-
-def _seconds(drafted: Draft, data: Contents) -> float | None:
-    """The time of one run on the CPU, from one timed step of one client."""
-    blueprint = drafted.blueprint
-    settings = blueprint.settings
-    if choose_device(settings.engine.device).type != "cpu":
-        return None
-    parameters = {**blueprint.parameters[0], **blueprint.parameters[1]}
-    batch = settings.train.batch_size
-    each = seconds_per_image(blueprint.model, parameters, data.input.shape, batch)
-    tested = len(data.test.labels) if drafted.held_out is None else len(drafted.held_out)
-    evaluations = math.ceil(settings.run.rounds / settings.run.eval_every)
-    return each * (blueprint.images + evaluations * tested / 3)
+    done = sum(run.results is not None for run in own)
+    plan, left = drafted.blueprint, None
+    if choose_device(plan.settings.engine.device).type == "cpu":
+        tested = len(data.test.labels) if drafted.held_out is None else len(drafted.held_out)
+        left = seconds_each(plan) * work(plan, tested)[1] * (len(own) - done)
+    rounds, parameters = plan.settings.run.rounds, plan.model.num_parameters
+    return Group(label, len(own), done, rounds, parameters, left)
 
 
 def _facts(settings: Settings, drafted: Draft, data: Contents) -> dict[str, str]:

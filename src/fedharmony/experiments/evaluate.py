@@ -10,7 +10,7 @@ import numpy as np
 import numpy.typing as npt
 import torch
 
-from fedharmony.data.base import LabelledImages
+from fedharmony.data.base import Images, LabelledImages
 from fedharmony.engine.checkpoint import digest
 from fedharmony.engine.federation import Event
 from fedharmony.experiments.build import Assembly
@@ -19,7 +19,6 @@ from fedharmony.experiments.scorer import Scorer
 from fedharmony.metrics import (
     ClientsResult,
     MultiLabelResult,
-    ScoreStore,
     StructureResult,
     best_thresholds,
     evaluate_clients,
@@ -31,7 +30,6 @@ from fedharmony.partition.report import label_shares, paired_labels
 from fedharmony.types import BUFFERS, PARAMS, Index, Labels, Record, Tensors
 
 Results = dict[str, Any]
-EVAL_BATCH = 256
 #: Test users times labels up to which each user's metrics are computed: a minute or so.
 MOST_USER_LABELS = 200_000
 
@@ -40,15 +38,8 @@ MOST_USER_LABELS = 200_000
 class Evaluation:
     """The global model on a test set, and what it is worth.
 
-    Attributes:
-        labels: ``(N, C)`` what is true.
-        known: ``(N, C)`` whether a label is known; none: all are.
-        metrics: the eight.
-        structure: how labels go together.
-        scores: float32 ``(N, C)`` of each test image; none where the images are elsewhere.
-        users: where the test images have owners, or are at sites: the metrics of each.
-        names: of these.
-        how: what is worth knowing of how it was measured.
+    Scores are none where the test images are elsewhere. ``users`` has the metrics of each owner or
+    site, with ``names``; ``how`` says what is worth knowing of how it was measured.
     """
 
     labels: Labels
@@ -89,22 +80,17 @@ class Judge(Protocol):
         """
 
 
-def score(assembly: Assembly, state: Record, part: LabelledImages) -> ScoreStore:
-    """What the (averaged) global model says of images."""
-    plan, store = assembly.blueprint, ScoreStore()
+def score(assembly: Assembly, state: Record, images: Images) -> npt.NDArray[np.float32]:
+    """What the (averaged) global model says of images: (N, C)."""
+    plan = assembly.blueprint
     scorer = Scorer(plan.model, plan.method, plan.average.shown(state))
-    for start in range(0, len(part), EVAL_BATCH):
-        rows = slice(start, start + EVAL_BATCH)
-        images = part.images.gather(torch.arange(len(part))[rows], assembly.device)
-        known = None if part.known is None else part.known[rows]
-        store.add(scorer(images), part.labels[rows], known)
-    return store
+    return scorer.all(images, assembly.device)
 
 
 def evaluate(assembly: Assembly, state: Record, by_user: bool = False) -> Evaluation:
     """Evaluate the (averaged) global model on the pooled test set; on request user by user too."""
     test, options = assembly.data.test, assembly.settings.metrics
-    every, targets, known = score(assembly, state, test).arrays()
+    every, targets, known = score(assembly, state, test.images), test.labels, test.known
     scores, metrics = every, metrics_of(every, targets, options, known)
     users, names = None, list[str]()
     if by_user and (parts := owners(test)) is not None:
@@ -137,8 +123,8 @@ def thresholds(assembly: Assembly, state: Record, evaluation: Evaluation) -> Res
     if part is None or evaluation.scores is None:
         return None
     options, test = assembly.settings.metrics, assembly.data.test
-    scores, targets, known = score(assembly, state, part).arrays()
-    best = best_thresholds(scores, targets, options.threshold, known)
+    scores = score(assembly, state, part.images)
+    best = best_thresholds(scores, part.labels, options.threshold, part.known)
     predicted = (evaluation.scores >= best).astype(np.float32)
     found = metrics_of(predicted, test.labels, replace(options, threshold=0.5), test.known)
     ranks = ("mAP", "O-mAP")  # of scores, which thresholds do not change
@@ -208,13 +194,6 @@ def matrices(assembly: Assembly, state: Record, evaluation: Evaluation) -> Tenso
     return tensors
 
 
-def _known(part: LabelledImages) -> npt.NDArray[np.int64]:
-    """Images on which each label is known."""
-    known = np.ones_like(part.labels) if part.known is None else part.known
-    counts: npt.NDArray[np.int64] = known.sum(axis=0, dtype=np.int64)
-    return counts
-
-
 def _positives(part: LabelledImages | Evaluation) -> npt.NDArray[np.int64]:
     """Images on which each label is known and present."""
     present = part.labels if part.known is None else part.labels * part.known
@@ -240,7 +219,9 @@ def summarise(
     plan = assembly.blueprint
     prevalence = None  # where the training labels are elsewhere: that of the test set
     if len(data.train):
-        prevalence = _positives(data.train) / np.maximum(_known(data.train), 1)
+        known = data.train.known
+        counted = len(data.train) if known is None else known.sum(axis=0)
+        prevalence = _positives(data.train) / np.maximum(counted, 1)
     trivial = trivial_baselines(evaluation.labels, settings.metrics, prevalence, evaluation.known)
     rounds = [e for e in events if e["event"] == "round"]
     positives, users = _positives(evaluation), evaluation.users

@@ -12,8 +12,7 @@ import json
 import logging
 import tempfile
 import warnings
-from collections.abc import Iterator
-from contextlib import contextmanager
+from contextlib import ExitStack
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -46,13 +45,7 @@ ONNX_PACKAGES = ("onnx", "onnxruntime", "onnxscript")
 
 @dataclass(frozen=True, eq=False)
 class Form:
-    """A model as timm, or as this package, has it.
-
-    Attributes:
-        tensors: by name.
-        timm: what timm makes it of (``config.json``); none where timm cannot.
-        reason: why not.
-    """
+    """A model as timm has it (``config.json`` says how), or else as this package has, and why."""
 
     tensors: Tensors
     timm: dict[str, Any] | None = None
@@ -60,13 +53,7 @@ class Form:
 
 
 def export(model: TrainedModel, out: Path, onnx: bool = False) -> list[Path]:
-    """Write the model into a new folder; returns the files. Nothing is written if a check fails.
-
-    Args:
-        model: of a finished run.
-        out: a folder that is empty or not there.
-        onnx: write ``model.onnx``, too.
-    """
+    """Write the model into a new folder; returns the files. Nothing is written if a check fails."""
     refuse_filled(out)
     if onnx:
         refuse_missing_packages()
@@ -234,8 +221,10 @@ def onnx_of(model: TrainedModel) -> bytes:
 
 def _traced(graph: Graph, images: Tensor) -> bytes:
     """The graph as ONNX, for any number of images."""
-    with tempfile.TemporaryDirectory() as folder, warnings.catch_warnings(), _silent():
-        warnings.simplefilter("ignore")  # of the exporter about itself
+    with tempfile.TemporaryDirectory() as folder, warnings.catch_warnings(), ExitStack() as after:
+        after.callback(logging.disable, logging.root.manager.disable)
+        logging.disable(logging.WARNING)  # what the exporter notes, and warns of, about itself
+        warnings.simplefilter("ignore")
         program = torch.onnx.export(
             graph,
             (images,),
@@ -249,17 +238,6 @@ def _traced(graph: Graph, images: Tensor) -> bytes:
         file = Path(folder, "model.onnx")
         program.save(file, external_data=False)
         return file.read_bytes()
-
-
-@contextmanager
-def _silent() -> Iterator[None]:
-    """Keep the exporter's own notes from the user."""
-    before = logging.root.manager.disable
-    logging.disable(logging.WARNING)
-    try:
-        yield
-    finally:
-        logging.disable(before)
 
 
 def refuse_missing_packages() -> None:

@@ -40,14 +40,9 @@ from fedharmony.types import Record, Scalar, Tensors
 
 @dataclass(frozen=True)
 class Saved:
-    """What a run goes on from.
+    """What a run goes on from: the server's state, and all that belongs to it.
 
-    Attributes:
-        rounds_done: the rounds behind the state.
-        state: the server's state after them.
-        events: the event log up to there, byte for byte.
-        bound: what the run is made of.
-        memory: the seal of what clients keep.
+    ``events`` is the log up to there, byte for byte, ``memory`` the seal of what clients keep.
     """
 
     rounds_done: int
@@ -65,11 +60,8 @@ class EventLog:
     """The events of a run, one JSON object per line.
 
     A checkpoint names the log's length and SHA-256, so that a resumed run goes on with just the
-    events that belong to it. What a failed write left of a line is overwritten by the next.
-
-    Args:
-        path: the file.
-        kept: what it begins with; anything else in the file is cut off.
+    events that belong to it: what the file holds beside ``kept`` is cut off. What a failed write
+    left of a line is overwritten by the next.
     """
 
     def __init__(self, path: Path, kept: bytes = b"") -> None:
@@ -203,12 +195,7 @@ class RunFolder:
         return parse_events(self.events.read_bytes())[0] if self.events.exists() else []
 
     def refuse_other_material(self, before: Mapping[str, Any], found: Binding) -> None:
-        """Refuse to go on with, or to reuse, what was made of other data.
-
-        Args:
-            before: what the run was made of, as its checkpoint or results say.
-            found: what there is now.
-        """
+        """Refuse to go on with, or to reuse, what was made of other data than are there now."""
         if parts := changed(before, found):
             raise CheckpointError(
                 f"The run in {self.path} was made of other data. Changed since: "

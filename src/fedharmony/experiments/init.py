@@ -11,6 +11,7 @@ import math
 import statistics
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
+from itertools import takewhile
 from pathlib import Path
 from typing import Any
 
@@ -31,8 +32,8 @@ from fedharmony.data.table import (
     TABLES,
     USER_COLUMNS,
     Table,
-    csv_rows,
-    parquet_rows,
+    read_file,
+    table_rows,
 )
 from fedharmony.errors import ConfigError, DataError
 from fedharmony.experiments.blueprint import make_backbone
@@ -43,7 +44,7 @@ from fedharmony.files import write_atomically
 from fedharmony.models.base import FeatureSpec, InputSpec, Model
 from fedharmony.models.heads import LinearHead
 from fedharmony.models.hub import cached
-from fedharmony.reading import is_folder, is_there, read_regular
+from fedharmony.reading import is_folder, is_there
 from fedharmony.rng import torch_rng
 
 LABEL_COLUMNS = ("labels", "label", "tags", "classes")
@@ -92,11 +93,7 @@ class Proposal:
 
 
 def propose(path: Path) -> Proposal:
-    """A config that fits the data at ``path``.
-
-    Raises:
-        DataError: There is no table and no file of features, or what is there cannot be used.
-    """
+    """A config that fits the data at ``path``; data that cannot be used are a DataError."""
     file = find(path)
     if file.suffix.lower() in TABLES and (columns := Columns.read(file)).images is not None:
         return _for_images(file, columns)
@@ -140,22 +137,15 @@ class Columns:
     @classmethod
     def read(cls, file: Path) -> Columns:
         """Look at all cells of a table."""
-        try:
-            data = read_regular(file)
-        except OSError as error:
-            raise DataError(f"{file} cannot be read: {error.strerror}. Check the path.") from None
-        read = csv_rows if file.suffix.lower() == ".csv" else parquet_rows
-        rows = read(data, str(file))
-        header = next(rows, None)
-        if header is None:
-            raise DataError(f"{file} is empty.")
-        binary, images = set(header.cells), list(header.cells)
+        advice = "Write a header and the rows into it."
+        header, rows = table_rows(read_file(file), str(file), advice)
+        binary, images = set(header), list(header)
         for row in rows:
-            named = list(zip(header.cells, row.cells, strict=False))
+            named = list(zip(header, row.cells, strict=False))
             binary -= {name for name, cell in named if cell not in CELLS}
             other = {name for name, cell in named if not cell.lower().endswith(IMAGE_ENDINGS)}
             images = [name for name in images if name not in other]
-        return cls(header.cells, images[0] if images else None, binary)
+        return cls(header, images[0] if images else None, binary)
 
     def free(self, *roles: str) -> list[str]:
         """The columns that are neither ids, users, splits nor ``roles``."""
@@ -170,7 +160,7 @@ def _for_images(file: Path, columns: Columns) -> Proposal:
     assert columns.images is not None
     joined = [n for n in LABEL_COLUMNS if n in columns.names and n not in columns.binary]
     form = "joined" if joined else "columns"
-    free = [name for name in columns.names if name in columns.free(columns.images, *joined[:1])]
+    free = columns.free(columns.images, *joined[:1])
     named = [*ID_COLUMNS] if ID_COLUMNS[0] in columns.names else []
     ignore = [*named, *(name for name in free if joined or name not in columns.binary)]
     lines = [
@@ -193,7 +183,8 @@ def _for_images(file: Path, columns: Columns) -> Proposal:
         raise DataError(f"{file}: {fault}")
     model, size, lr = _image_model(_typical_side(train))
     lines.append(Line("image_size", size, "every image becomes a square of so many pixels"))
-    draft = _draft(lines, train, model, lr, pretrained=lr < 1e-3)
+    why = "" if lr < 1e-3 else "a model from scratch takes larger steps"
+    draft = _draft(lines, train, model, Line("lr", lr, why))
     draft["augment"] = [Line("flip", True, "mirror training images at random")]
     spec = InputSpec(3, size, size)
     return _proposal(draft, spec, len(classes), train, test, f"{file.name}: a table of images")
@@ -254,7 +245,7 @@ def _for_features(file: Path) -> Proposal:
     own = {line.key: line.value for line in lines if line.key != "name"}
     data = Features(build(Features.Config, own, "data")).load()
     model = [Line("name", "mlp", 'or "linear"'), Line("hidden", [256], "widths of hidden layers")]
-    draft = _draft(lines, data.train, model, 1e-3, pretrained=True)
+    draft = _draft(lines, data.train, model, Line("lr", 1e-3))
     spec = input_spec(data.train.images)
     words = f"{file.name}: {spec}"
     return _proposal(draft, spec, len(data.classes), data.train, data.test, words)
@@ -266,10 +257,7 @@ def _trailing(names: Sequence[str], wanted: set[str]) -> list[str]:
     >>> _trailing(["a", "b", "c", "d"], {"a", "c", "d"})
     ['c', 'd']
     """
-    first = len(names)
-    while first and names[first - 1] in wanted:
-        first -= 1
-    return list(names[first:])
+    return [*takewhile(wanted.__contains__, reversed(names))][::-1]
 
 
 # Arrays -------------------------------------------------------------------------------------------
@@ -286,7 +274,7 @@ def fitting(data: DataSet) -> Mapping[str, Any]:
     else:
         sizes = (Line("width", 64), Line("depth", 2), Line("heads", 4))
         model = [Line("name", "vit"), *sizes, Line("patch", _patch(*shape[1:]))]
-    draft = _draft([Line("name", data.name)], data.train, model, 1e-3, pretrained=True)
+    draft = _draft([Line("name", data.name)], data.train, model, Line("lr", 1e-3))
     if data.train.users is not None:
         draft["split"].append(Line("max_images", len(data.train)))
     draft["run"].append(Line("rounds", ROUNDS))
@@ -307,9 +295,7 @@ def _patch(height: int, width: int) -> int:
 # The file -----------------------------------------------------------------------------------------
 
 
-def _draft(
-    data: list[Line], train: Part, model: list[Line], lr: float, *, pretrained: bool
-) -> Draft:
+def _draft(data: list[Line], train: Part, model: list[Line], lr: Line) -> Draft:
     """All sections but the number of rounds."""
     clients = _clients(train)
     split = [Line("name", "natural", f"one client per user: {clients:,}")]
@@ -321,13 +307,12 @@ def _draft(
         ]
     everyone = Line("participation", 1.0, "every client in every round")
     some = Line("cohort", COHORT, "clients that take part in a round")
-    start = "" if pretrained else "a model from scratch takes larger steps"
     return {
         "run": [Line("method", "fedharmony", "`fedharmony list methods` shows the others")],
         "data": data,
         "split": split,
         "model": model,
-        "train": [Line("epochs", EPOCHS), Line("batch_size", BATCH), Line("lr", lr, start)],
+        "train": [Line("epochs", EPOCHS), Line("batch_size", BATCH), lr],
         "federation": [everyone if clients <= COHORT else some],
     }
 

@@ -19,7 +19,7 @@ import time
 import traceback
 from collections import deque
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass, replace
+from dataclasses import replace
 from multiprocessing.connection import Connection, wait
 from pathlib import Path
 from typing import Any, Self
@@ -44,11 +44,9 @@ _context = multiprocessing.get_context("spawn")  # a process that uses CUDA cann
 
 
 class Workers:
-    """Processes that carry out runs; inside a ``with`` block, which ends them.
+    """At most so many processes that carry out runs; inside a ``with`` block, which ends them.
 
-    Args:
-        jobs: how many there are at most.
-        devices: their devices, in turn; none leaves it to the settings.
+    They take the devices in turn; without any, it is left to the settings.
     """
 
     def __init__(self, jobs: int, devices: Sequence[str] = ()) -> None:
@@ -79,8 +77,7 @@ class Workers:
     ) -> list[Results]:
         """Carry out all runs; ``observer(i, run)`` gives the observer of the i-th run.
 
-        Raises:
-            RunsFailedError: when all others are done, if some runs failed.
+        Where some failed, a RunsFailedError says so when all others are done.
         """
         found = {i: done for i, run in enumerate(runs) if (done := run.results)}
         waiting = deque(i for i in range(len(runs)) if i not in found)
@@ -149,7 +146,8 @@ class _Worker:
         if self.device is not None:
             settings = replace(settings, engine=replace(settings.engine, device=self.device))
         try:
-            self.pipe.send(_Order(run.folder.path, settings.tree(), self.device))
+            # Settings travel as a tree: plug-ins are loaded to read them.
+            self.pipe.send((run.folder.path, settings.tree(), self.device))
         except OSError:  # it has died: its answer says so
             return
 
@@ -189,15 +187,6 @@ def _ending(code: int | None) -> str:
 # --------------------------------------------------------------------------- in the worker
 
 
-@dataclass(frozen=True)
-class _Order:
-    """A run to be carried out. Settings travel as a tree: plug-ins are loaded to read them."""
-
-    folder: Path
-    settings: dict[str, Any]
-    device: str | None
-
-
 class _SendLog(logging.Handler):
     """Sends what the package has to say to the first process."""
 
@@ -220,14 +209,20 @@ def _work(pipe: Connection) -> None:
     held: dict[str, DataSet] = {}
     try:
         while True:
-            _carry_out(pipe.recv(), pipe, held)
+            _carry_out(pipe, held, *pipe.recv())
             gc.collect()  # a run's recorded steps hold memory of the GPU until they go
             torch.cuda.empty_cache()  # does nothing where no GPU was used
     except (Stopped, EOFError, OSError):
         os._exit(0)
 
 
-def _carry_out(order: _Order, pipe: Connection, held: dict[str, DataSet]) -> None:
+def _carry_out(
+    pipe: Connection,
+    held: dict[str, DataSet],
+    folder: Path,
+    settings: dict[str, Any],
+    device: str | None,
+) -> None:
     """Carry out one run and send its results, or why there are none.
 
     ``held`` keeps the data by their settings, until a run needs others.
@@ -238,12 +233,12 @@ def _carry_out(order: _Order, pipe: Connection, held: dict[str, DataSet]) -> Non
             pipe.send(("event", dict(event)))
 
     try:
-        run = Planned(compose(order.settings), RunFolder(order.folder))
+        run = Planned(compose(settings), RunFolder(folder))
         kind = repr(run.settings.data)
         if kind not in held:
             held.clear()
             held[kind] = rehearse([run], send)
-        results = carry_out(run, send, held[kind], order.device)
+        results = carry_out(run, send, held[kind], device)
     except FedHarmonyError as error:
         pipe.send(("failed", (str(error), "")))
     except BrokenPipeError:  # nobody is left who would listen

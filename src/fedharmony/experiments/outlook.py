@@ -9,6 +9,7 @@ from collections.abc import Mapping, Sequence
 import torch
 from torch import Tensor
 
+from fedharmony.experiments.blueprint import Blueprint
 from fedharmony.experiments.build import Assembly
 from fedharmony.models.base import InputSpec, Model
 
@@ -25,23 +26,29 @@ MANY_PARAMETERS, MANY_IMAGES = 100, 50_000
 
 def outlook(assembly: Assembly, first: int) -> list[str]:
     """What should be known before round ``first`` begins."""
-    settings, plan, data = assembly.settings, assembly.blueprint, assembly.data
-    weights = getattr(settings.model.own, "weights", None)
-    warnings = [plan.method.remark, scratch_warning(plan.model, weights, assembly.train_images)]
+    plan = assembly.blueprint
+    warnings = [plan.method.remark, scratch_warning(plan, assembly.train_images)]
     if assembly.device.type == "cpu" and assembly.clients:
-        rounds = plan.rounds - first
-        evaluations = math.ceil(rounds / settings.run.eval_every)
-        warnings.append(
-            time_warning(
-                plan.model,
-                {**plan.parameters[0], **plan.parameters[1]},
-                data.train.images.shape,
-                settings.train.batch_size,
-                plan.images * rounds // plan.rounds,
-                evaluations * len(data.test),
-            )
-        )
+        warnings.append(time_warning(plan, len(assembly.data.test), first))
     return [warning for warning in warnings if warning]
+
+
+def work(plan: Blueprint, tested: int, first: int = 0) -> tuple[int, float]:
+    """Images to be trained on from round ``first`` on, repetitions counted; and all work.
+
+    Each evaluation of ``tested`` images is worth training on a third of them.
+    """
+    rounds = plan.rounds - first
+    trained = plan.images * rounds // plan.rounds
+    evaluations = math.ceil(rounds / plan.settings.run.eval_every)
+    return trained, trained + evaluations * tested / 3
+
+
+def seconds_each(plan: Blueprint) -> float:
+    """Seconds that training on one image of a run takes on the CPU, measured."""
+    params = {**plan.parameters[0], **plan.parameters[1]}
+    batch = plan.settings.train.batch_size
+    return seconds_per_image(plan.model, params, plan.facts.input.shape, batch)
 
 
 def seconds_per_image(
@@ -61,29 +68,13 @@ def seconds_per_image(
     return step(1) if first > PATIENCE else step(batch_size)
 
 
-def time_warning(
-    model: Model,
-    params: Mapping[str, Tensor],
-    shape: Sequence[int],
-    batch_size: int,
-    trained: int,
-    evaluated: int,
-) -> str | None:
-    """A sentence about a run on the CPU that takes hours; none where it does not.
-
-    Args:
-        model: what is trained.
-        params: its parameters, of one client.
-        shape: of an input.
-        batch_size: of training.
-        trained: images to be trained on, repetitions counted.
-        evaluated: images to be evaluated, likewise; one takes a third of the time.
-    """
-    images = trained + evaluated / 3
+def time_warning(plan: Blueprint, tested: int, first: int = 0) -> str | None:
+    """A sentence about a run on the CPU that takes hours; none where it does not."""
+    model, (trained, images) = plan.model, work(plan, tested, first)
     matrices = sum(math.prod(s) for s in model.shapes().values() if len(s) > 1)
     if 6.0 * matrices * (model.backbone.patches + 1) * images < POSSIBLY_LONG:
         return None
-    each = seconds_per_image(model, params, shape, batch_size)
+    each = seconds_each(plan)
     if each * images < LONG:
         return None
     return (
@@ -94,8 +85,9 @@ def time_warning(
     )
 
 
-def scratch_warning(model: Model, weights: str | None, images: int) -> str | None:
+def scratch_warning(plan: Blueprint, images: int) -> str | None:
     """A sentence about a model of images that starts from nothing and has few of them, or none."""
+    model, weights = plan.model, getattr(plan.settings.model.own, "weights", None)
     if weights is not None or model.backbone.takes is not InputSpec or images >= MANY_IMAGES:
         return None
     if model.num_parameters <= MANY_PARAMETERS * images:

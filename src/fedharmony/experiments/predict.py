@@ -2,145 +2,112 @@
 
 from __future__ import annotations
 
+import codecs
 import csv
 import math
-import os
-import tempfile
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from contextlib import closing, contextmanager
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Protocol
+from typing import TypeAlias
 
 import numpy as np
 import numpy.typing as npt
 import torch
 
-from fedharmony.data.cache import decode_in_order
+from fedharmony.data.base import TensorImages
+from fedharmony.data.cache import Resize, decode_in_order
 from fedharmony.data.features import Features
 from fedharmony.data.loose import IMAGE_COLUMNS, find_images
 from fedharmony.data.table import SEPARATOR
+from fedharmony.data.tree import ImageFiles
 from fedharmony.errors import ConfigError, DataError
 from fedharmony.experiments.trained import TrainedModel
-from fedharmony.files import PARTIAL
+from fedharmony.files import replacing
 from fedharmony.metrics.multilabel import Doubles
 from fedharmony.models.base import FeatureSpec
 from fedharmony.reading import is_there
 
-#: Feature vectors that are scored at a time.
-BATCH = 1024
+Scores: TypeAlias = npt.NDArray[np.float32]
 
 
 @dataclass(frozen=True, eq=False)
 class Prediction:
-    """What the model says of one image.
-
-    Attributes:
-        name: of the image, as it was given.
-        scores: float32 ``(C,)``; None for an image that cannot be read.
-        trouble: why it cannot.
-    """
+    """What the model says of one image; or the ``trouble`` with one that cannot be read."""
 
     name: str
-    scores: npt.NDArray[np.float32] | None
+    scores: Scores | None
     trouble: str = ""
 
 
-class Stream(Protocol):
-    """Predictions that come one by one, of which the number is known."""
+@dataclass(frozen=True, eq=False)
+class Stream:
+    """Predictions that come one by one, of which the number is known.
+
+    ``found`` has the scores of each image, or why it cannot be read.
+    """
+
+    names: Sequence[str]
+    found: Iterable[Scores | str]
 
     def __len__(self) -> int:
-        """How many there will be."""
-        ...
+        return len(self.names)
 
     def __iter__(self) -> Iterator[Prediction]:
-        """All of them, in the order of the images."""
-        ...
-
-
-class ImageStream:
-    """Predictions of image files, decoded and resized as the run's own images were."""
-
-    def __init__(self, model: TrainedModel, places: Sequence[Path], column: str = "") -> None:
-        self.model, self.resize = model, model.resize
-        own = getattr(model.settings.data.own, "image", IMAGE_COLUMNS[0])
-        self.files = find_images(places, [column] if column else [own, *IMAGE_COLUMNS])
-
-    def __len__(self) -> int:
-        """The number of files."""
-        return len(self.files)
-
-    def __iter__(self) -> Iterator[Prediction]:
-        """Decoded on several threads while the model works."""
-        first = 0
-        with closing(decode_in_order(self.files, self.resize)) as chunks:
-            for pixels, troubles in chunks:
-                images = torch.from_numpy(pixels).to(self.model.device)
-                scores = iter(self.model.scorer(images).cpu().numpy() if len(pixels) else ())
-                failed = dict(troubles)
-                for i in range(first, first + len(pixels) + len(troubles)):
-                    name = self.files.name(i)
-                    if i in failed:
-                        yield Prediction(name, None, failed[i])
-                    else:
-                        yield Prediction(name, next(scores))
-                first += len(pixels) + len(troubles)
-
-
-class FeatureStream:
-    """Predictions of feature vectors from files; several files put their names before their ids."""
-
-    def __init__(self, model: TrainedModel, places: Sequence[Path]) -> None:
-        input, own = model.facts.input, model.settings.data.own
-        assert isinstance(input, FeatureSpec)
-        names = input.names or [f"x{i}" for i in range(input.width)]
-        source = Features(own if isinstance(own, Features.Config) else None)
-        self.model, self.ids = model, list[str]()
-        parts = []
-        for place in places:
-            ids, values = source.inputs(str(place), names)
-            self.ids += ids if len(places) == 1 else [f"{place}:{id}" for id in ids]
-            parts.append(values)
-        self.values = torch.from_numpy(np.concatenate(parts))
-
-    def __len__(self) -> int:
-        """The number of samples."""
-        return len(self.ids)
-
-    def __iter__(self) -> Iterator[Prediction]:
-        """Some at a time."""
-        for start in range(0, len(self), BATCH):
-            rows = self.values[start : start + BATCH].to(self.model.device)
-            for i, scores in enumerate(self.model.scorer(rows).cpu().numpy(), start):
-                yield Prediction(self.ids[i], scores)
+        for name, found in zip(self.names, self.found, strict=True):
+            if isinstance(found, str):
+                yield Prediction(name, None, found)
+            else:
+                yield Prediction(name, found)
 
 
 def predictions(model: TrainedModel, places: Sequence[Path], column: str = "") -> Stream:
-    """The predictions of what files, folders and tables hold.
+    """The predictions for images, folders and tables of paths; or for files of features.
 
-    Args:
-        model: of a finished run.
-        places: images, folders and tables of paths; for a model of feature vectors, files of those.
-        column: of the paths in tables; empty for the run's own, or a usual name.
+    ``column`` is that of the paths in tables; empty for the run's own, or a usual name.
     """
-    if isinstance(model.facts.input, FeatureSpec):
-        return FeatureStream(model, places)
-    return ImageStream(model, places, column)
+    own, input = model.settings.data.own, model.facts.input
+    if isinstance(input, FeatureSpec):
+        return _of_vectors(model, input, places)
+    usual = [getattr(own, "image", IMAGE_COLUMNS[0]), *IMAGE_COLUMNS]
+    files = find_images(places, [column] if column else usual)
+    names = [files.name(i) for i in range(len(files))]
+    return Stream(names, _of_images(model, files, model.resize))
+
+
+def _of_images(model: TrainedModel, files: ImageFiles, resize: Resize) -> Iterator[Scores | str]:
+    """Decoded on several threads while the model works, as the run's own images were."""
+    first = 0
+    with closing(decode_in_order(files, resize)) as chunks:
+        for pixels, troubles in chunks:
+            images = torch.from_numpy(pixels).to(model.device)
+            scores = iter(model.scorer(images).cpu().numpy() if len(pixels) else ())
+            failed, count = dict(troubles), len(pixels) + len(troubles)
+            for i in range(first, first + count):
+                yield failed[i] if i in failed else next(scores)
+            first += count
+
+
+def _of_vectors(model: TrainedModel, input: FeatureSpec, places: Sequence[Path]) -> Stream:
+    """Of files of features; several files put their names before their ids."""
+    own, names, parts = model.settings.data.own, list[str](), []
+    source = Features(own if isinstance(own, Features.Config) else None)
+    for place in places:
+        wanted = input.names or [f"x{i}" for i in range(input.width)]
+        ids, values = source.inputs(str(place), wanted)
+        names += ids if len(places) == 1 else [f"{place}:{id}" for id in ids]
+        parts.append(torch.from_numpy(values))
+    return Stream(names, model.scorer.all(TensorImages(torch.cat(parts)), model.device))
 
 
 @dataclass(frozen=True, eq=False)
 class Rule:
-    """Which labels an image is given.
-
-    Attributes:
-        thresholds: ``(C,)``, what the score of a label must reach.
-        top: at most so many labels, those with the highest scores; none sets no limit.
-    """
+    """Which labels an image is given: those that reach their thresholds, ``top`` at most."""
 
     thresholds: Doubles
     top: int | None = None
 
-    def labels(self, scores: npt.NDArray[np.float32]) -> list[int]:
+    def labels(self, scores: Scores) -> list[int]:
         """The labels of one image, the highest score first.
 
         >>> rule = Rule(np.array([0.5, 0.5, 0.9]), top=1)
@@ -154,10 +121,8 @@ class Rule:
 def rule_of(model: TrainedModel, threshold: str | None, top: int | None) -> Rule:
     """The rule that a user asks for.
 
-    Args:
-        model: whose thresholds "run" means.
-        threshold: a number in [0, 1], or "run"; none means "run" without ``top``, and 0 with it.
-        top: at most so many labels.
+    ``threshold`` is a number in [0, 1], or "run" for the thresholds of the run; none means "run"
+    without ``top``, and 0 with it.
     """
     if top is not None and top < 1:
         raise ConfigError(f"--top {top} must be at least 1.")
@@ -177,33 +142,21 @@ def rule_of(model: TrainedModel, threshold: str | None, top: int | None) -> Rule
     return Rule(np.full(len(model.classes), number), top)
 
 
-class Writer:
-    """Rows of a CSV file of predictions.
+def csv_header(classes: Sequence[str]) -> list[str]:
+    """The columns of a CSV file of predictions."""
+    return ["image", "labels", *(f"score_{name}" for name in classes)]
 
-    Columns: ``image``, ``labels`` (names with ``|`` between them; ``|`` alone for none, empty for
-    an image that cannot be read) and ``score_LABEL`` for each label.
+
+def csv_row(prediction: Prediction, classes: Sequence[str], rule: Rule) -> list[str]:
+    """Image, names with ``|`` between them (``|`` alone for none), and the score of each label.
+
+    All but the image is empty where that cannot be read.
     """
-
-    def __init__(self, file: Path, classes: Sequence[str], rule: Rule) -> None:
-        self._classes, self._rule = classes, rule
-        self._stream = file.open("w", newline="", encoding="utf-8")
-        self._csv = csv.writer(self._stream, lineterminator="\n")
-        self._csv.writerow(["image", "labels", *(f"score_{name}" for name in classes)])
-
-    def add(self, prediction: Prediction) -> None:
-        """Write one row."""
-        if prediction.scores is None:
-            self._csv.writerow([prediction.name, *[""] * (1 + len(self._classes))])
-            return
-        names = [self._classes[i] for i in self._rule.labels(prediction.scores)]
-        numbers = (f"{score:.6g}" for score in prediction.scores)
-        self._csv.writerow([prediction.name, SEPARATOR.join(names) or SEPARATOR, *numbers])
-
-    def close(self) -> None:
-        """Bring everything to the disk."""
-        self._stream.flush()
-        os.fsync(self._stream.fileno())
-        self._stream.close()
+    if prediction.scores is None:
+        return [prediction.name, *[""] * (1 + len(classes))]
+    names = [classes[i] for i in rule.labels(prediction.scores)]
+    numbers = (f"{score:.6g}" for score in prediction.scores)
+    return [prediction.name, SEPARATOR.join(names) or SEPARATOR, *numbers]
 
 
 def refuse_existing(file: Path) -> None:
@@ -215,20 +168,11 @@ def refuse_existing(file: Path) -> None:
 
 
 @contextmanager
-def writing(file: Path, classes: Sequence[str], rule: Rule) -> Iterator[Writer]:
-    """A CSV file that is there when the block has ended well, and not before."""
+def writing(file: Path) -> Iterator[Callable[[Sequence[str]], object]]:
+    """Writes rows of a CSV file that is there when the block has ended well, and not before."""
     refuse_existing(file)
     try:
-        handle, name = tempfile.mkstemp(PARTIAL, f".{file.name[:40]}.", file.parent)
-        os.close(handle)
-        temporary = Path(name)
-        try:
-            writer = Writer(temporary, classes, rule)
-            yield writer
-            writer.close()
-            temporary.chmod(0o644)
-            temporary.replace(file)
-        finally:
-            temporary.unlink(missing_ok=True)
+        with replacing(file) as stream:
+            yield csv.writer(codecs.getwriter("utf-8")(stream), lineterminator="\n").writerow
     except OSError as error:
         raise DataError(f"{file} cannot be written: {error.strerror or error}.") from error

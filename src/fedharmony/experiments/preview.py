@@ -13,14 +13,7 @@ from fedharmony.types import Labels
 
 @dataclass(frozen=True, eq=False)
 class Preview:
-    """A split and what it does to the labels.
-
-    Attributes:
-        classes: label names.
-        labels: (N, C) of the training images.
-        partition: who holds which image.
-        report: the realised skew.
-    """
+    """A split, and what it does to the labels (N, C) of the training images."""
 
     classes: tuple[str, ...]
     labels: Labels

@@ -31,14 +31,9 @@ KINDS = {bool: "true or false", int: "whole number", float: "number", str: "text
 
 @dataclass(frozen=True)
 class Setting:
-    """One setting.
+    """One setting, for instance ``train.lr``: what it can be, its default, and what it does.
 
-    Attributes:
-        name: with its section, for instance ``train.lr``.
-        owner: the data set, splitter, model or method that has it; empty where all do.
-        kind: what it can be, in words.
-        default: its value where nobody sets it; None where it is left out then.
-        about: what it does.
+    ``owner`` is the data set, splitter, model or method that has it; empty where all do.
     """
 
     name: str

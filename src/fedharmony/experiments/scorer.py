@@ -5,23 +5,25 @@ from __future__ import annotations
 from dataclasses import dataclass
 from functools import cached_property
 
+import numpy as np
+import numpy.typing as npt
 import torch
 from torch import Tensor
 
+from fedharmony.data.base import Images
 from fedharmony.methods.base import Method
 from fedharmony.models.base import Model
 from fedharmony.types import BUFFERS, FROZEN, PARAMS, Groups, Record, Tensors
 
+#: Images that are scored at a time.
+BATCH = 256
+
 
 @dataclass(frozen=True, eq=False)
 class Scorer:
-    """Images as they are to scores in [0, 1], as the method says.
+    """Images as they are to scores in [0, 1], by the model in the state, as the method says.
 
-    Attributes:
-        model: backbone and head.
-        method: normalises images, and turns outputs into scores.
-        state: the server's state, with the model that is to be used among its parameters.
-        given: what the method's normalisation reads; none takes it from the state.
+    ``given`` is what the method's normalisation reads; none takes it from the state.
     """
 
     model: Model
@@ -50,3 +52,9 @@ class Scorer:
         inputs = self.method.normalise(images, self.message, {})
         outputs = self.model.apply(self.parameters, inputs.unsqueeze(0))[0]
         return self.method.predict(outputs.float(), self.state)
+
+    def all(self, images: Images, device: torch.device) -> npt.NDArray[np.float32]:
+        """Scores (N, C) of all images, some at a time."""
+        batches = torch.split(torch.arange(len(images)), BATCH)
+        scores = [self(images.gather(index, device)).float().cpu() for index in batches]
+        return torch.cat(scores).numpy()

@@ -140,12 +140,7 @@ def _damaged(file: Path, error: Exception) -> CheckpointError:
 
 @dataclass(frozen=True, eq=False)
 class Examples:
-    """Some test images, small.
-
-    Attributes:
-        rows: int64 ``(K,)``, which test images they are.
-        pixels: uint8 ``(K, 3, S, S)``.
-    """
+    """Some test images, small ``(K, 3, S, S)``; ``rows`` says which of them they are."""
 
     rows: npt.NDArray[np.int64]
     pixels: npt.NDArray[np.uint8]

@@ -1,22 +1,8 @@
 """All settings of a run, read from TOML sections and checked before anything starts.
 
-============  =====================================================================================
-``run``       method, rounds, seed of the run, how often to evaluate
-``data``      ``name`` of the data set and its own settings
-``split``     ``name`` of the splitter, number of clients, seed, and the splitter's own settings
-``model``     ``name`` of the backbone, seed, and its own settings
-``train``     local training: epochs, batch size, optimiser, learning rate
-``loss``      the task loss of all methods
-``augment``   random changes of training images
-``federation`` participation, sampling, averaging, failures
-``attack``    clients that lie; nobody does unless it is set
-``privacy``   differential privacy of clients; none unless it is set
-``methods``   one subsection per method, for instance ``[methods.fedharmony]``; its own subsection
-              ``train`` (``[methods.fedharmony.train]``) replaces settings of ``[train]``
-``tune``      what ``fedharmony tune`` tries: ``lr``, and one subsection per method
-``metrics``   options of the eight metrics
-``engine``    device, clients trained at once: results change by rounding at most
-============  =====================================================================================
+:class:`Settings` has one field per section. ``[methods.NAME]`` holds a method's own settings, and
+its subsections ``train`` and ``federation`` replace some of those that all methods share;
+``[tune.NAME]`` holds what ``fedharmony tune`` tries for it.
 """
 
 from __future__ import annotations
@@ -232,15 +218,11 @@ class TuneSettings(Checked):
 #: What stands for training in one place in a comparison, and how it trains.
 CENTRAL, CENTRAL_METHOD = "central", "fedavg"
 
-#: Settings of local training that a method may have for itself. Epochs and batch size stay common:
-#: they decide how much work a round is.
-OWN_TRAINING = ("optimiser", "lr", "momentum", "weight_decay")
-#: Settings of the federation that a method, or a preset of it, may have for itself.
-OWN_FEDERATION = ("head_start", "head_ridge", "head_clients", "server_average")
-#: Both: sections of which a method's section may hold a part, and which part.
+#: Sections of which a method, or a preset of it, may have a part for itself, and which part. Epochs
+#: and batch size stay common: they decide how much work a round is.
 OWN_SECTIONS: Mapping[str, tuple[str, ...]] = {
-    "train": OWN_TRAINING,
-    "federation": OWN_FEDERATION,
+    "train": ("optimiser", "lr", "momentum", "weight_decay"),
+    "federation": ("head_start", "head_ridge", "head_clients", "server_average"),
 }
 
 
@@ -397,12 +379,8 @@ class Settings:
 class Choice(Generic[Common, Own]):
     """A section that chooses a component by its name.
 
-    Attributes:
-        kind: what is chosen.
-        common: the settings that all components of the section share.
-        own: a component's own settings, by its name.
-        names: of all components.
-        instead: shared settings that take the component's place.
+    Some of its settings are common to all components, others a component's ``own``, by its name.
+    Shared settings may stand ``instead`` of a component.
     """
 
     kind: str
@@ -551,10 +529,7 @@ def _check_grid(name: str, grid: Mapping[str, Any], common: Mapping[str, Any]) -
 class Layer:
     """Settings from one place; they come on top of the layers before.
 
-    Attributes:
-        name: the place, for people.
-        tree: what is set.
-        removed: dotted names that are taken away from the layers before.
+    ``removed`` are dotted names that are taken away from the layers before.
     """
 
     name: str
@@ -565,9 +540,7 @@ class Layer:
 def load_settings(source: str | Path, changes: Sequence[str] = ()) -> Settings:
     """Settings from a TOML file, or from a built-in one by its name (``demo``).
 
-    Args:
-        source: the file, or the name.
-        changes: ``section.key=value``, or further files (or names), whose settings come on top.
+    ``changes`` are ``section.key=value``, or further files (or names), whose settings come on top.
     """
     return compose(combine(layers_of(source, changes))[0])
 
@@ -605,13 +578,9 @@ def _without(tree: Tree, names: Sequence[str]) -> Tree:
 
 
 def _without_others(below: Tree, top: Tree, result: Tree, layer: str) -> Tree:
-    """``below`` without what it says of components that the layer on top does not choose.
+    """``below`` without what it says of components that the layer on top of it does not choose.
 
-    Args:
-        below: the layers so far.
-        top: the next layer.
-        result: both together.
-        layer: the next layer's name, for the line that says what goes.
+    ``result`` is both together; what goes is logged in the name of the ``layer``.
     """
     kept = dict(below)
     for name, choice in COMPONENTS.items():

@@ -6,7 +6,6 @@ be stopped and repeated at any time, and extended by further values, methods or 
 
 from __future__ import annotations
 
-import functools
 import itertools
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
@@ -27,13 +26,7 @@ INDEX = "sweep.json"
 
 @dataclass(frozen=True)
 class Point:
-    """One combination of values, and the comparison that is made of it.
-
-    Attributes:
-        values: the text of each value, by setting.
-        folder: of the comparison.
-        runs: its runs.
-    """
+    """One combination of values, as text by setting, and the comparison that is made of it."""
 
     values: Mapping[str, str]
     folder: Path
@@ -122,36 +115,23 @@ def plan(
 
 
 def rehearse(points: Sequence[Point], observe: Observer) -> dict[str, DataSet]:
-    """Build what every run is made of, as a comparison does; data by their settings."""
+    """Build what every run is made of, as a comparison does; equal settings of data share them."""
     loaded: dict[str, DataSet] = {}
     for point in points:
-        kind = kind_of_data(point)
+        kind = repr(point.runs[0].settings.data)
         loaded[kind] = compare.rehearse(point.runs, observe, loaded.get(kind))
     return loaded
 
 
 def execute(
-    points: Sequence[Point],
+    runs: Sequence[Planned],
     observer: Callable[[int, Planned], Observer],
     data: Mapping[str, DataSet],
 ) -> None:
     """Carry out all runs, one after the other; ``observer(i, run)`` gives the i-th observer."""
-    first = 0
-    for point in points:
-        own = functools.partial(_shifted, observer, first)
-        compare.execute(point.runs, own, data[kind_of_data(point)])
-        first += len(point.runs)
-
-
-def _shifted(
-    observer: Callable[[int, Planned], Observer], first: int, i: int, run: Planned
-) -> Observer:
-    return observer(first + i, run)
-
-
-def kind_of_data(point: Point) -> str:
-    """Points with equal settings of data share them."""
-    return repr(point.runs[0].settings.data)
+    for i, run in enumerate(runs):
+        if run.results is None:
+            compare.carry_out(run, observer(i, run), data[repr(run.settings.data)])
 
 
 def write_index(out: Path, name: str, points: Sequence[Point]) -> None:

@@ -9,7 +9,7 @@ from __future__ import annotations
 import shlex
 from dataclasses import asdict, dataclass, fields, replace
 from functools import cached_property
-from typing import Any, ClassVar, Protocol, TypeVar, get_args, get_type_hints
+from typing import TYPE_CHECKING, Any, TypeVar, get_args, get_type_hints
 
 import numpy as np
 import torch
@@ -33,6 +33,9 @@ from fedharmony.experiments.settings import Settings
 from fedharmony.metrics.multilabel import Doubles
 from fedharmony.models.base import FeatureSpec, InputSpec
 
+if TYPE_CHECKING:
+    from _typeshed import DataclassInstance
+
 FILE = "model.json"
 #: What is stored of feature vectors.
 VECTORS = ("mean", "std", "names")
@@ -40,15 +43,7 @@ VECTORS = ("mean", "std", "names")
 
 @dataclass(frozen=True, eq=False)
 class TrainedModel:
-    """The final model of a finished run.
-
-    Attributes:
-        settings: of the run.
-        facts: labels and inputs.
-        scorer: images to scores.
-        results: of the run.
-        device: where it computes.
-    """
+    """The final model of a finished run."""
 
     settings: Settings
     facts: Facts
@@ -146,11 +141,7 @@ def _read(folder: RunFolder) -> tuple[Facts, tuple[float, ...], tuple[float, ...
         ) from None
 
 
-class _DataClass(Protocol):
-    __dataclass_fields__: ClassVar[dict[str, Any]]
-
-
-Config = TypeVar("Config", bound=_DataClass)
+Config = TypeVar("Config", bound="DataclassInstance")
 
 
 def without_files(config: Config) -> Config:

@@ -12,7 +12,7 @@ import math
 from collections.abc import Callable, Generator, Iterator, Mapping, Sequence
 from dataclasses import asdict, dataclass, replace
 from pathlib import Path
-from typing import Any
+from typing import Any, TypeAlias
 
 from fedharmony.config import flat, merge, nested, to_toml
 from fedharmony.engine.checkpoint import write_file
@@ -29,16 +29,8 @@ from fedharmony.methods.base import methods
 
 #: The metric that decides.
 CRITERION = "mAP"
-
-
-@dataclass(frozen=True)
-class Trial:
-    """One run of a search: what was tried, and what it gave on the held-out images."""
-
-    method: str
-    changes: Mapping[str, Any]
-    score: float
-    folder: str
+#: One run of a search, as ``tune.json`` has it: what was tried, and its score.
+Trial: TypeAlias = dict[str, Any]
 
 
 @dataclass(frozen=True)
@@ -55,15 +47,10 @@ class Choice:
 
 @dataclass(frozen=True)
 class BestSettings:
-    """The best settings of one method.
+    """The best settings of one method: learning rate, and what was searched, in its order.
 
-    Attributes:
-        method: its name.
-        lr: best learning rate.
-        choices: its settings that were searched, in their order.
-        score: the best score.
-        start: the score at the configured learning rate and the method's defaults, if tried.
-        edges: settings whose best value lies at the end of its grid.
+    ``start`` is the score at the configured learning rate and the method's defaults, if tried;
+    ``edges`` are the settings whose best value lies at the end of its grid.
     """
 
     method: str
@@ -200,10 +187,11 @@ class Search:
             for (method, lr, changes), run, result in zip(
                 wanted, runs, carry_out(runs), strict=True
             ):
-                scores[method].append(float(result["metrics"][CRITERION] or 0.0))
+                score = float(result["metrics"][CRITERION] or 0.0)
+                scores[method].append(score)
                 path = run.folder.path.relative_to(self.out).as_posix()
-                changed = {"train.lr": lr, **changes}
-                trials.append(Trial(method, changed, scores[method][-1], path))
+                tried = {"method": method, "changes": {"train.lr": lr, **changes}}
+                trials.append({**tried, CRITERION: score, "folder": path})
             asked = {}
             for method, values in scores.items():
                 try:
@@ -251,11 +239,7 @@ class Search:
                 "criterion": f"{CRITERION} on held-out images",
                 "holdout": self.settings.tune.holdout,
                 "found": [asdict(f) for f in found],
-                "trials": [
-                    {"method": t.method, "changes": dict(t.changes), CRITERION: t.score}
-                    | {"folder": t.folder}
-                    for t in trials
-                ],
+                "trials": trials,
             },
         )
         sections = {

@@ -64,15 +64,9 @@ def evaluate_resamples(
 ) -> dict[str, Doubles]:
     """The eight metrics of every resample, by name: arrays of ``(resamples,)``.
 
-    The same numbers as :func:`~fedharmony.metrics.evaluate` of the repeated images. With
-    ``ap_ties="stable"`` the copies of an image still share one threshold.
-
-    Args:
-        scores: ``(N, C)`` in [0, 1].
-        targets: ``(N, C)`` zeros and ones.
-        counts: ``(N, resamples)``, as :func:`resampled` gives.
-        options: Conventions, as for ``evaluate``.
-        known: ``(N, C)``; entries that are false count in no metric.
+    The same numbers as :func:`~fedharmony.metrics.evaluate` of the repeated images, with the same
+    arguments; ``counts`` is what :func:`resampled` gives. With ``ap_ties="stable"`` the copies of
+    an image still share one threshold.
 
     >>> scores, targets = [[0.9], [0.8], [0.7]], [[1], [0], [1]]
     >>> found = evaluate_resamples(scores, targets, np.array([[1, 2], [1, 1], [1, 0]]))
@@ -112,14 +106,7 @@ def _blocks(counts: npt.NDArray[Any], steps: int) -> Iterator[Doubles]:
 
 
 class _Steps:
-    """A ranked list, cut after each score that some positive has.
-
-    Args:
-        scores: of one label ``(N,)``, or of all ``(N, C)``.
-        positive: of the same shape.
-        known: of the same shape, if not all entries are.
-        options: Conventions of ties and bins.
-    """
+    """A ranked list of one label ``(N,)`` or of all ``(N, C)``, cut after scores of positives."""
 
     def __init__(
         self, scores: Scores, positive: Bools, known: Bools | None, options: MetricOptions

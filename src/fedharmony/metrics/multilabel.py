@@ -30,7 +30,7 @@ from torch import Tensor
 
 from fedharmony.config import Checked
 from fedharmony.errors import DataError
-from fedharmony.types import Index, Labels
+from fedharmony.types import Index
 
 Array: TypeAlias = npt.ArrayLike | Tensor
 Bools: TypeAlias = npt.NDArray[np.bool_]
@@ -85,16 +85,9 @@ class MetricOptions(Checked):
 class MultiLabelResult:
     """The eight metrics as fractions (not per cent, not rounded), and what they are made of.
 
+    The name O-mAP is the paper's; it is one average precision (micro), not a mean.
+
     Attributes:
-        map: Mean over labels of average precision (macro).
-        o_map: Average precision of the single list of all image-label pairs (micro). The name
-            O-mAP is the paper's; it is one average precision, not a mean.
-        cp: Mean precision over labels.
-        cr: Mean recall over labels.
-        cf1: Harmonic mean of ``cp`` and ``cr``.
-        op: Precision over all pairs.
-        or_: Recall over all pairs.
-        of1: Harmonic mean of ``op`` and ``or_``.
         per_label_ap: ``(C,)``; nan for a label without positives.
         per_label_precision: ``(C,)``; 0 for a label that is never predicted.
         per_label_recall: ``(C,)``; 0 for a label without positives.
@@ -128,12 +121,10 @@ class MultiLabelResult:
 
 @dataclass(frozen=True, eq=False)
 class ClientsResult:
-    """Pooled metrics beside their mean over clients (see :func:`evaluate_clients`).
+    """Metrics of all clients' images together, which are reported, beside those of each client.
 
-    Attributes:
-        pooled: Computed once on the images of all clients together. This is the reported number.
-        per_client: One result per client.
-        mean: Each metric's unweighted mean over the clients for which it is defined (nan if none).
+    ``mean`` is each metric's unweighted mean over the clients for which it is defined (nan if
+    none).
     """
 
     pooled: MultiLabelResult
@@ -209,12 +200,14 @@ def evaluate(
     n_positive = _count(positive)
     n_known = np.full(n_labels, n_images, np.int64) if mask is None else _count(mask)
 
+    every = slice(None) if mask is None else mask
+    pairs, hits = values[every].ravel(), positive[every].ravel()
     ap = _per_label_average_precision(values, positive, mask, options.ap_ties, options.ap_bins)
     precision, recall = _ratio(tp, n_predicted), _ratio(tp, n_positive)
     point = operating_point(tp, n_predicted, n_positive, options)
     return MultiLabelResult(
         map=float(mean_average_precision(ap, options.empty_class)),
-        o_map=_pooled_average_precision(values, positive, mask, options),
+        o_map=average_precision(pairs, hits, ties=options.ap_ties, bins=options.ap_bins),
         cp=float(point["CP"]),
         cr=float(point["CR"]),
         cf1=float(point["CF1"]),
@@ -314,59 +307,8 @@ def beside(pooled: MultiLabelResult, per_client: Sequence[MultiLabelResult]) -> 
     mean = {}
     for name in METRIC_NAMES:
         column = np.array([result.as_dict()[name] for result in per_client])
-        mean[name] = _mean(column[~np.isnan(column)], empty=math.nan)
+        mean[name] = float(_mean_of(column, ~np.isnan(column), empty=math.nan))
     return ClientsResult(pooled, tuple(per_client), mean)
-
-
-class ScoreStore:
-    """Collects batches of scores and targets on the CPU, then evaluates all of them at once.
-
-    Keeps float32 scores and uint8 targets: five bytes per image-label pair (16 MB for COCO). How
-    the images were cut into batches does not change a bit of the result.
-
-    >>> store = ScoreStore()
-    >>> store.add(torch.tensor([[0.9, 0.2]]), torch.tensor([[1, 0]]))
-    >>> store.add(np.array([[0.3, 0.7]]), np.array([[0, 1]]))
-    >>> len(store), store.result().map
-    (2, 1.0)
-    """
-
-    def __init__(self) -> None:
-        self._scores: list[npt.NDArray[np.float32]] = []
-        self._targets: list[Labels] = []
-        self._known: list[Bools | None] = []
-
-    def __len__(self) -> int:
-        return sum(len(batch) for batch in self._scores)
-
-    def add(self, scores: Array, targets: Array, known: Array | None = None) -> None:
-        """Copy one batch of ``(B, C)`` scores and targets; ``known`` as in :func:`evaluate`."""
-        values, positive, mask = checked_arrays(scores, targets, known, first_row=len(self))
-        if self._scores and self._scores[0].shape[1] != values.shape[1]:
-            raise DataError(
-                f"A batch with {values.shape[1]} labels cannot join a store with "
-                f"{self._scores[0].shape[1]}. Use one store per label set."
-            )
-        self._scores.append(np.array(values, np.float32))
-        self._targets.append(positive.astype(np.uint8))
-        self._known.append(None if mask is None else mask.copy())
-
-    def arrays(self) -> tuple[npt.NDArray[np.float32], Labels, Bools | None]:
-        """Scores ``(N, C)``, targets ``(N, C)``, and the mask of known entries if one was given."""
-        if not self._scores:
-            raise DataError("No scores were stored: the test set is empty. Add a batch first.")
-        known = None
-        if any(mask is not None for mask in self._known):
-            pairs = zip(self._known, self._scores, strict=True)
-            known = np.concatenate(
-                [np.ones(s.shape, np.bool_) if m is None else m for m, s in pairs]
-            )
-        return np.concatenate(self._scores), np.concatenate(self._targets), known
-
-    def result(self, options: MetricOptions | None = None) -> MultiLabelResult:
-        """:func:`evaluate` of everything stored."""
-        scores, targets, known = self.arrays()
-        return evaluate(scores, targets, options, known)
 
 
 # ---------------------------------------------------------------------------- average precision
@@ -426,16 +368,6 @@ def _per_label_average_precision(
                 score_rows[row][kept], positive_rows[row][kept], ties=ties, bins=bins
             )
     return result
-
-
-def _pooled_average_precision(
-    scores: Scores, positive: Bools, known: Bools | None, options: MetricOptions
-) -> float:
-    if known is None:
-        pairs, hits = scores.ravel(), positive.ravel()
-    else:
-        pairs, hits = scores[known], positive[known]
-    return average_precision(pairs, hits, ties=options.ap_ties, bins=options.ap_bins)
 
 
 def mean_average_precision(ap: Doubles, empty: Literal["skip", "zero", "nan"]) -> Doubles:
@@ -516,10 +448,6 @@ def _ratio(
     return result
 
 
-def _mean(values: Doubles, *, empty: float) -> float:
-    return float(values.mean()) if values.size else empty
-
-
 def _mean_of(values: Doubles, counted: Bools, *, empty: float) -> Doubles:
     """The mean of the counted values along the last axis."""
     total = np.where(counted, values, 0.0).sum(axis=-1)
@@ -534,7 +462,7 @@ def _harmonic_mean(a: Doubles, b: Doubles) -> Doubles:
 
 
 def checked_arrays(
-    scores: Array, targets: Array, known: Array | None, first_row: int = 0
+    scores: Array, targets: Array, known: Array | None
 ) -> tuple[Scores, Bools, Bools | None]:
     """Scores, positives (false where unknown) and the mask, or an error that says what is wrong."""
     values = _as_scores(scores)
@@ -546,13 +474,13 @@ def checked_arrays(
         )
     if values.size == 0:
         raise DataError(f"There is nothing to evaluate: the scores have shape {values.shape}.")
-    _check_scores(values, first_row)
+    _check_scores(values)
     mask = None if known is None else _as_mask(known, values.shape)
     binary = _is_binary(truth)
     if mask is not None:
         binary |= ~mask
     if not binary.all():
-        place = _place(~binary, first_row)
+        place = _place(~binary)
         raise DataError(
             f"Targets must be 0 or 1; {int((~binary).sum())} of {truth.size} are not, the first at "
             f"{place}. Mark entries without a label as not known instead of giving them a value."
@@ -561,25 +489,25 @@ def checked_arrays(
     return values, positive if mask is None else positive & mask, mask
 
 
-def _check_scores(scores: Scores, first_row: int) -> None:
+def _check_scores(scores: Scores) -> None:
     finite = np.isfinite(scores)
     if not finite.all():
         raise DataError(
             f"{int((~finite).sum())} of {scores.size} scores are not finite, the first at "
-            f"{_place(~finite, first_row)}. The model has diverged or its input is damaged; lower "
+            f"{_place(~finite)}. The model has diverged or its input is damaged; lower "
             "the learning rate, or look at that image. Such scores are never replaced by numbers."
         )
     if not (scores.min() >= 0 and scores.max() <= 1):
         outside = (scores < 0) | (scores > 1)
         raise DataError(
             f"Scores must lie in [0, 1]; {int(outside.sum())} of {scores.size} do not, the first "
-            f"at {_place(outside, first_row)}. Apply the sigmoid to logits before evaluating."
+            f"at {_place(outside)}. Apply the sigmoid to logits before evaluating."
         )
 
 
-def _place(bad: Bools, first_row: int) -> str:
+def _place(bad: Bools) -> str:
     row, label = np.unravel_index(int(np.argmax(bad)), bad.shape)
-    return f"row {first_row + row}, label {label}"
+    return f"row {row}, label {label}"
 
 
 def _as_mask(known: Array, shape: tuple[int, ...]) -> Bools:

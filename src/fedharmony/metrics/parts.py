@@ -79,10 +79,8 @@ class Part:
         edges = boundaries(threshold)
         counts = torch.zeros(len(self.known), 2, len(edges), dtype=torch.int32)
         for label in range(len(self.known)):
-            place, own = (
-                np.searchsorted(edges, self.scores[self.of_label(label)]),
-                self.of_label(label),
-            )
+            own = self.of_label(label)
+            place = np.searchsorted(edges, self.scores[own])
             for hit in (0, 1):
                 counted = np.bincount(place[self.hits[own] == hit], minlength=len(edges))
                 counts[label, hit] = torch.from_numpy(counted)
@@ -185,15 +183,7 @@ def _of_bins(bins: Tensor, classes: int, threshold: float) -> tuple[npt.NDArray[
 
 @dataclass(frozen=True, eq=False)
 class Pooled:
-    """All parts of a test set as one table that has the same metrics, row by row no image.
-
-    Attributes:
-        images: how many there are.
-        scores: float32 ``(R, C)``.
-        labels: uint8 ``(R, C)``.
-        known: ``(R, C)``.
-        exact: whether no score was rounded.
-    """
+    """All parts of a test set as one table that has the same metrics, row by row no image."""
 
     images: int
     scores: npt.NDArray[np.float32]

@@ -29,19 +29,9 @@ _ROUNDING = 1e-12
 class StructureResult:
     """Predicted against true label correlations (see :func:`structure_metrics`).
 
-    Attributes:
-        soft_rmse: Root mean squared difference of soft and true entries.
-        soft_pearson: Pearson correlation of soft and true entries.
-        soft_mean_abs: Mean absolute soft entry.
-        hard_rmse: As ``soft_rmse``, for thresholded predictions.
-        hard_pearson: As ``soft_pearson``, for thresholded predictions.
-        hard_mean_abs: As ``soft_mean_abs``, for thresholded predictions.
-        true_mean_abs: Mean absolute true entry, to compare the two above with.
-        n_pairs: Pairs of labels behind each number.
-        soft_matrix: ``(C, C)`` soft correlations of the scores.
-        hard_matrix: ``(C, C)`` φ of the thresholded predictions, 0 where a prediction is constant.
-        true_matrix: ``(C, C)`` φ of the labels, 0 where a label is constant.
-        defined_matrix: ``(C, C)``, for which pairs the true labels have a φ.
+    Numbers of the soft entries, of the hard ones (of thresholded predictions), and of how many
+    pairs; then the matrices ``(C, C)``. Hard and true entries are 0 where a prediction or label is
+    constant; ``defined_matrix`` says for which pairs the true labels have a φ.
     """
 
     soft_rmse: float
@@ -72,17 +62,10 @@ def structure_metrics(
     A label that is never (or always) predicted correlates with nothing: its hard entries are 0 and
     stay in the comparison, since failing to predict it is an error of the model, not of the data.
 
-    Args:
-        scores: ``(N, C)`` in [0, 1] (after the sigmoid). Computed in float64.
-        targets: ``(N, C)`` zeros and ones.
-        threshold: A label counts as predicted where its score is at least this.
-        known: ``(N, C)``, False where a label is unknown. A pair is then compared, on both sides,
-            over the images on which both of its labels are known, and left out if the true labels
-            have no correlation there.
-
-    Returns:
-        The comparison. Numbers are nan only where they have no value: all of them without a single
-        pair, and Pearson where either side is the same in all pairs.
+    Where labels are not ``known``, a pair is compared, on both sides, over the images on which both
+    of its labels are, and left out if the true labels have no correlation there. Numbers are nan
+    only where they have no value: all of them without a single pair, and Pearson where either side
+    is the same in all pairs.
 
     >>> labels = np.array([[1, 1, 0], [1, 1, 1], [0, 0, 1], [0, 1, 0]])
     >>> timid = structure_metrics(labels * 0.5, labels)  # right everywhere, at half confidence
@@ -90,11 +73,10 @@ def structure_metrics(
     (3, 0.0, 0.35, 1.0)
     """
     values, positive, mask = checked_arrays(scores, targets, known)
-    true_matrix, defined = _phi(positive, mask)
-    hard_matrix, _ = _phi(values >= threshold, mask)
-    doubles = torch.from_numpy(np.array(values, np.float64))
-    soft_matrix: Doubles = _soft(doubles, mask).numpy()
-    return compare(true_matrix, defined, hard_matrix, soft_matrix)
+    true, defined = label_pairs(positive, known=mask)
+    hard, _ = label_pairs(values >= threshold, known=mask)
+    soft = _soft(torch.from_numpy(np.array(values, np.float64)), mask)
+    return compare(true.numpy(), defined.numpy(), hard.numpy(), soft.numpy())
 
 
 def compare(
@@ -125,13 +107,6 @@ def compare(
         true_matrix=true_matrix,
         defined_matrix=defined,
     )
-
-
-def _phi(
-    labels: npt.NDArray[np.bool_], known: npt.NDArray[np.bool_] | None
-) -> tuple[Doubles, npt.NDArray[np.bool_]]:
-    matrix, defined = label_pairs(labels, known=known)
-    return matrix.numpy(), defined.numpy()
 
 
 def _soft(scores: Tensor, known: npt.NDArray[np.bool_] | None) -> Tensor:

@@ -13,13 +13,8 @@ def best_thresholds(
     """Per label, the threshold with the highest F1 = 2 TP / (predicted + positive).
 
     Between two neighbouring scores every threshold predicts the same; the middle is taken, and
-    below the lowest score its half. Of equal F1 the highest threshold is taken.
-
-    Args:
-        scores: ``(N, C)`` in [0, 1].
-        targets: ``(N, C)`` zeros and ones.
-        default: the threshold of a label without positives.
-        known: ``(N, C)``; entries that are false are left out.
+    below the lowest score its half. Of equal F1 the highest threshold is taken. A label without
+    positives has the ``default``; entries that are not ``known`` are left out.
 
     >>> best_thresholds([[0.9], [0.6], [0.4], [0.2]], [[1], [0], [1], [0]], default=0.5)
     array([0.3])

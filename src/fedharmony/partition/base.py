@@ -207,11 +207,7 @@ class Splitter(ABC):
     """A way of dividing images among clients: settings in, a :class:`Partition` out.
 
     A subclass implements :meth:`split`; users call :meth:`partition`, which refuses the impossible
-    before any work and checks what comes back.
-
-    Attributes:
-        name: The name it is registered under.
-        covers: Whether every image must get an owner; False lets a splitter leave images out.
+    before any work and checks what comes back. ``covers`` is False where it may leave images out.
     """
 
     name: ClassVar[str] = ""
@@ -228,17 +224,10 @@ class Splitter(ABC):
 
     @abstractmethod
     def split(self, labels: Labels, clients: int, seed: int, users: Owners = None) -> list[Index]:
-        """Divide N images among K clients.
+        """Divide N images with labels ``(N, C)`` among K clients; all draws derive from the seed.
 
-        Args:
-            labels: Y, uint8 ``(N, C)``.
-            clients: K, with 1 <= K <= N.
-            seed: All draws derive from it.
-            users: The natural owners.
-
-        Returns:
-            K sorted, disjoint, non-empty int64 arrays that hold every image once; some images may
-            be missing where ``covers`` is False.
+        Returns K sorted, disjoint, non-empty int64 arrays that hold every image once; some images
+        may be missing where ``covers`` is False.
         """
 
     def default_clients(self, users: Owners) -> int:

@@ -35,30 +35,49 @@ from fedharmony.types import Index, Labels
 Pivot = Literal["rarest", "most_frequent", "random"]
 
 
+@dataclass(frozen=True)
+class DrawnSizes(Splitter.Config):
+    """Settings of splits whose sizes are drawn.
+
+    Attributes:
+        gamma: Concentration γ of the Dirichlet distribution; smaller is more skewed.
+        min_size: Images every client has at least. None takes 10, but not more than half of N / K,
+            so that small clients stay possible, and not less than 1.
+        max_tries: Draws before giving up on meeting ``min_size`` by chance. Where N / K is small no
+            number of draws helps; 200 take a few seconds for 2,500 clients.
+        repair: After ``max_tries``: take the draw that misses the fewest images, and move images,
+            one by one, from the currently largest client to those below ``min_size``. False raises
+            an error instead.
+    """
+
+    gamma: Annotated[float, Ge(1e-6), Le(1e6)] = 0.5
+    min_size: Annotated[int, Ge(1)] | None = None
+    max_tries: Annotated[int, Ge(1), Le(10_000)] = 200
+    repair: bool = True
+
+    def refuse_small(self, smallest: int, images: int, clients: int, min_size: int) -> None:
+        """Refuse the best draw, whose smallest client is too small, where nothing is repaired."""
+        if not self.repair:
+            raise PartitionError(
+                f"No split of {images} images among {clients} clients with gamma = {self.gamma:g} "
+                f"gave every client {min_size} images; the best of {self.max_tries} draws left one "
+                f"with {smallest}. Lower split.min_size, raise split.gamma, use fewer clients, or "
+                "set split.repair = true."
+            )
+
+
 class ClasswiseDirichlet(Splitter):
     """Steps 2 and 3 of the split, for images that fall into classes; a subclass gives step 1."""
 
     @dataclass(frozen=True)
-    class Config(Splitter.Config):
+    class Config(DrawnSizes):
         """Settings of the split.
 
         Attributes:
-            gamma: Concentration γ of the Dirichlet distribution; smaller is more skewed.
             balance: Whether clients that already hold N / K images get no more of later classes.
-            min_size: Images every client has at least. None takes 10, but not more than half of
-                N / K, so that small clients stay possible, and not less than 1.
-            max_tries: Draws before giving up on meeting ``min_size`` by chance. Where N / K is
-                small no number of draws helps; 200 take a few seconds for 2,500 clients.
-            repair: After ``max_tries``: take the draw that misses the fewest images, and move
-                random images, one by one, from the currently largest client to those below
-                ``min_size``. False raises an error instead.
         """
 
-        gamma: Annotated[float, Ge(1e-6), Le(1e6)] = 0.5
         balance: bool = True
-        min_size: Annotated[int, Ge(1)] | None = None
-        max_tries: Annotated[int, Ge(1), Le(10_000)] = 200
-        repair: bool = True
 
     config: Config
 
@@ -83,8 +102,7 @@ class ClasswiseDirichlet(Splitter):
         smallest = min(map(len, parts))
         if smallest >= min_size:
             return parts
-        if not config.repair:
-            raise too_small(images, clients, config.gamma, min_size, config.max_tries, smallest)
+        config.refuse_small(smallest, images, clients, min_size)
         return repaired(parts, min_size, rng)
 
     def _draw(
@@ -172,17 +190,6 @@ def smallest_client(images: int, clients: int, min_size: int | None) -> int:
             f"split.min_size to {largest} or less, or use at most {images // min_size} clients."
         )
     return min_size
-
-
-def too_small(
-    images: int, clients: int, gamma: float, min_size: int, tries: int, smallest: int
-) -> PartitionError:
-    """The error when no draw gave every client ``min_size`` images, with the best one's minimum."""
-    return PartitionError(
-        f"No split of {images} images among {clients} clients with gamma = {gamma:g} gave every "
-        f"client {min_size} images; the best of {tries} draws left one with {smallest}. Lower "
-        "split.min_size, raise split.gamma, use fewer clients, or set split.repair = true."
-    )
 
 
 def members_of(classes: Index) -> list[Index]:

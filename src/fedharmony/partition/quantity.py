@@ -9,14 +9,11 @@ would draw for ever.
 from __future__ import annotations
 
 import heapq
-from dataclasses import dataclass
-from typing import Annotated
 
 import numpy as np
-from annotated_types import Ge, Le
 
 from fedharmony.partition.base import Owners, Splitter, splitters
-from fedharmony.partition.dirichlet import cumulative_dirichlet, smallest_client, too_small
+from fedharmony.partition.dirichlet import DrawnSizes, cumulative_dirichlet, smallest_client
 from fedharmony.rng import numpy_rng
 from fedharmony.types import Index, Labels
 
@@ -31,26 +28,8 @@ class QuantityDirichlet(Splitter):
     [49, 302, 304, 345]
     """
 
-    @dataclass(frozen=True)
-    class Config(Splitter.Config):
-        """Settings of the split.
-
-        Attributes:
-            gamma: Concentration γ of the Dirichlet distribution; smaller is more unequal.
-            min_size: Images every client has at least. None takes 10, but not more than half of
-                N / K, so that small clients stay possible, and not less than 1.
-            max_tries: Draws before giving up on meeting ``min_size`` by chance.
-            repair: After ``max_tries``: take the draw that misses the fewest images, and shift
-                single images from the currently largest client to those below ``min_size``. False
-                raises an error instead.
-        """
-
-        gamma: Annotated[float, Ge(1e-6), Le(1e6)] = 0.5
-        min_size: Annotated[int, Ge(1)] | None = None
-        max_tries: Annotated[int, Ge(1), Le(10_000)] = 200
-        repair: bool = True
-
-    config: Config
+    Config = DrawnSizes
+    config: DrawnSizes
 
     def split(self, labels: Labels, clients: int, seed: int, users: Owners = None) -> list[Index]:
         """See :meth:`Splitter.split`."""
@@ -59,9 +38,7 @@ class QuantityDirichlet(Splitter):
         rng = numpy_rng(seed, "split/quantity_dirichlet")
         sizes = dirichlet_sizes(images, clients, config.gamma, min_size, config.max_tries, rng)
         if sizes.min() < min_size:
-            if not config.repair:
-                smallest = int(sizes.min())
-                raise too_small(images, clients, config.gamma, min_size, config.max_tries, smallest)
+            config.refuse_small(int(sizes.min()), images, clients, min_size)
             sizes = lifted(sizes, min_size)
         return [np.sort(part) for part in np.split(rng.permutation(images), np.cumsum(sizes)[:-1])]
 

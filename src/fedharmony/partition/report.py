@@ -38,14 +38,8 @@ class SplitReport:
     """The realised skew of a split.
 
     Attributes:
-        clients: K.
-        images: N.
         left_out: Images that no client holds; the other numbers are about those that one does.
-        size_min: Smallest n_k.
-        size_median: Median n_k.
-        size_max: Largest n_k.
         labels_seen_mean: Mean number of classes with a positive image at a client.
-        labels_seen_min: The smallest such number.
         absent_pairs: (client, class) pairs without a positive image.
         jensen_shannon: Mean Jensen–Shannon divergence, in nats (at most ln 2), of the clients'
             label distributions to the global one; see :func:`jensen_shannon`. None without labels.
@@ -53,7 +47,6 @@ class SplitReport:
             and the global φ; see :func:`correlation_drift`. None when no client is large enough.
         correlation_drift_iid: The same for a random split of the same sizes, the noise floor.
         drift_clients: The number of clients in ``correlation_drift``.
-        sha256: Digest of the partition.
     """
 
     clients: int

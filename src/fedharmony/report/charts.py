@@ -198,6 +198,20 @@ def x_axis(
         drawing.text(middle, y + 27, title, colour=svg.MUTED, anchor="middle")
 
 
+def percent_axes(title: str) -> tuple[Drawing, Scale, Scale]:
+    """A drawing with per cent along both axes, and its scales: up and across.
+
+    >>> _, up, across = percent_axes("score, %")
+    >>> up(50), across(50)  # in the middle of 6 … 214, and of 38 … 338
+    (110.0, 188.0)
+    """
+    drawing, ticks = Drawing(250), range(0, 101, 20)
+    up, across = Scale(-2, 102, 214, 6), Scale(-2, 102, 38, svg.WIDTH - 14)
+    y_axis(drawing, up, across.start, across.end, ticks)
+    x_axis(drawing, across, up.start, ticks, title)
+    return drawing, up, across
+
+
 def round_axis(drawing: Drawing, across: Scale, y: float) -> None:
     """Rounds along the bottom of a figure."""
     x_axis(drawing, across, y, [t for t in across.ticks(6, whole=True) if t >= 1], "round")
@@ -208,15 +222,11 @@ def round_axis(drawing: Drawing, across: Scale, y: float) -> None:
 
 @dataclass(frozen=True)
 class Row:
-    """A line of a dot chart.
+    """A line of a dot chart: looks and values of its dots, and of upright strokes behind them.
 
-    Attributes:
-        name: Written at its left.
-        dots: Look and value of each dot.
-        strokes: Look and value of upright strokes, behind the dots.
-        start: Where the bar behind the dots begins; at the lowest dot if None.
-        interval: Ends of a line through the first dot, in its colour.
-        fits: Whether the axis reaches to its dots, wherever they are.
+    The bar behind the dots begins at ``start``, or at the lowest dot. ``interval`` are the ends of
+    a line through the first dot, in its colour. The axis reaches to its dots wherever they are, if
+    it ``fits``.
     """
 
     name: str
@@ -240,15 +250,9 @@ def dots(
 ) -> Picture:
     """Named rows with dots on one axis; what lies far outside is shown at the edge, in figures.
 
-    Args:
-        title: What is drawn.
-        rows: From top to bottom.
-        ends: Ends of the axis; None fits them to the values (see :func:`span`).
-        least: The shortest axis, in the unit of the values.
-        line_at: Where an upright line stands.
-        spacing: Pixels from row to row.
-        whole: Whether only whole numbers are written along the axis.
-        note: Text beneath the figure.
+    The axis reaches from end to end of ``ends``, or is fitted to the values (:func:`span`) and no
+    shorter than ``least``. ``line_at`` is the place of an upright line, ``spacing`` the pixels from
+    row to row; with ``whole`` only whole numbers are written along the axis.
     """
     fitted = [row for row in rows if row.fits] or rows
     values = [v for row in fitted for _, v in (*row.dots, *row.strokes) if math.isfinite(v)]
@@ -309,11 +313,6 @@ def span(values: Sequence[float], least: float) -> tuple[float, float]:
 
 
 # -------------------------------------------------------------------------------- heat maps
-
-
-def frame(drawing: Drawing, left: float, top: float, width: float, height: float) -> None:
-    """The thin frame of every heat map."""
-    drawing.rect(left, top, width, height, fill="none", stroke=svg.GRID, stroke_width=0.8)
 
 
 def column_names(

@@ -10,11 +10,10 @@ from __future__ import annotations
 import math
 import statistics
 from collections.abc import Iterable, Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from functools import lru_cache
 
 import numpy as np
-from rich.box import HORIZONTALS
 from rich.table import Table
 from rich.text import Text
 
@@ -31,6 +30,7 @@ from fedharmony.metrics.significance import (
     student_interval,
     wilcoxon_p,
 )
+from fedharmony.report.grid import DASH, framed, signed
 from fedharmony.report.load import Runs, RunView
 
 RESAMPLES = 1000
@@ -38,7 +38,6 @@ RESAMPLES = 1000
 SHORT = ("mAP", "CF1", "OF1")
 #: With fewer pairs than this a reader is warned.
 FEW = 6
-DASH = "–"
 Pair = tuple[RunView, RunView]
 
 
@@ -50,8 +49,7 @@ class Difference:
         method: The method's display name.
         metric: The metric's name.
         pairs: The difference of each pair of runs.
-        low: Lower end of the interval of the mean difference; nan if unknown.
-        high: Upper end.
+        low, high: Ends of the interval of the mean difference; nan if unknown.
         p_images: p of the paired bootstrap, corrected by Holm over the methods; nan without it.
         p_pairs: p of Wilcoxon's signed-rank test over pairs, corrected likewise.
     """
@@ -76,9 +74,10 @@ class Difference:
 
     def cells(self) -> list[str]:
         """As printed: metric, difference, interval, pairs, two p-values."""
-        interval = f"{points(self.low)} … {points(self.high)}" if math.isfinite(self.low) else DASH
+        mean, low, high = (signed(100 * value) for value in (self.mean, self.low, self.high))
+        interval = f"{low} … {high}" if math.isfinite(self.low) else DASH
         won = f"{self.better} of {len(self.pairs)}"
-        return [self.metric, points(self.mean), interval, won, _p(self.p_images), _p(self.p_pairs)]
+        return [self.metric, mean, interval, won, _p(self.p_images), _p(self.p_pairs)]
 
 
 INTERVAL = f"{100 * LEVEL:.0f} % interval"
@@ -87,14 +86,11 @@ HEADINGS = ("Metric", "difference", INTERVAL, "better in", "p images", "p pairs"
 
 @dataclass(frozen=True)
 class Differences:
-    """All differences to one method.
+    """All differences to one method, by method in table order, one per metric.
 
-    Attributes:
-        against: The reference's display name.
-        found: By method, in table order, one per metric.
-        images: Test images that were resampled; 0 if none were.
-        without: Methods whose intervals come from pairs, for want of scores.
-        unpaired: Methods that share no seed and setting with the reference.
+    ``images`` is the number of test images that were resampled. Intervals of methods ``without``
+    scores come from pairs; methods that are ``unpaired`` share no seed and setting with the
+    reference.
     """
 
     against: str
@@ -147,17 +143,7 @@ class Differences:
 
     def to_rich(self) -> Table:
         """For a terminal: three metrics of every method."""
-        table = Table(
-            box=HORIZONTALS,
-            padding=(0, 1, 0, 0),
-            header_style="dim",
-            title=self.title,
-            title_justify="left",
-            title_style="",
-            caption="; ".join(self.notes),
-            caption_justify="left",
-        )
-        table.add_column("Method", overflow="fold", min_width=6)
+        table = framed(self.notes, self.title)
         for heading in HEADINGS:
             left = heading == "Metric"
             table.add_column(heading, justify="left" if left else "right", no_wrap=True)
@@ -180,16 +166,6 @@ class Differences:
                 ("p_pairs", "p_pairs"),
             ):
                 yield kind, method, {d.metric: getattr(d, attribute) for d in row}
-
-
-def points(value: float) -> str:
-    """A difference of fractions in points, with its sign.
-
-    >>> points(0.0123), points(-0.0004), points(-0.02)
-    ('+1.2', '0.0', '−2.0')
-    """
-    text = f"{100 * value:+.1f}"
-    return "0.0" if not text.strip("+-0.") else text.replace("-", "−")
 
 
 def _p(value: float) -> str:
@@ -227,9 +203,7 @@ def differences(runs: Runs) -> Differences | None:
         ]
         images, tests = holm([d.p_images for d in row]), holm([d.p_pairs for d in row])
         for d, p_images, p_pairs in zip(row, images, tests, strict=True):
-            found[d.method].append(
-                Difference(d.method, metric, d.pairs, d.low, d.high, p_images, p_pairs)
-            )
+            found[d.method].append(replace(d, p_images=p_images, p_pairs=p_pairs))
     some = next((r for m in scored for r, _ in pairs[m]), None)
     return Differences(
         runs.against,
@@ -270,8 +244,7 @@ def _difference(
     ]
     p_pairs = wilcoxon_p([d for d in each if math.isfinite(d)])
     if samples is None:
-        low, high = student_interval(each)
-        return Difference(method, metric, tuple(each), low, high, math.nan, p_pairs)
+        return Difference(method, metric, tuple(each), *student_interval(each), math.nan, p_pairs)
     mean = np.mean([samples[run][metric] - samples[ref][metric] for run, ref in pairs], axis=0)
-    low, high = percentile_interval(mean)
-    return Difference(method, metric, tuple(each), low, high, bootstrap_p(mean), p_pairs)
+    interval = percentile_interval(mean)
+    return Difference(method, metric, tuple(each), *interval, bootstrap_p(mean), p_pairs)

@@ -4,22 +4,20 @@ from __future__ import annotations
 
 import csv
 import io
-from collections.abc import Mapping, Sequence
+import statistics
+from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import asdict, dataclass
 from typing import Any
 
-from fedharmony.report.tables import escape_latex
+from rich.box import HORIZONTALS
+from rich.table import Table
+
+DASH = "–"
 
 
 @dataclass(frozen=True)
 class Grid:
-    """A table.
-
-    Attributes:
-        title: what it is of.
-        headings: of the columns; the first names the rows.
-        rows: cells as printed.
-        note: what a reader must know.
+    """A table of cells as printed; the first heading names the rows.
 
     >>> print(Grid("Sums", ("a", "b"), (("1", "2"),)).to_markdown())
     | a | b |
@@ -61,21 +59,73 @@ class Grid:
 
     def to_latex(self) -> str:
         r"""A ``tabular`` in the style of booktabs."""
-        rows = [" & ".join(map(escape_latex, row)) + r" \\" for row in (self.headings, *self.rows)]
-        return "\n".join(
-            [
-                f"% {self.title}",
-                rf"\begin{{tabular}}{{l{'r' * (len(self.headings) - 1)}}}",
-                r"\toprule",
-                rows[0],
-                r"\midrule",
-                *rows[1:],
-                r"\bottomrule",
-                r"\end{tabular}",
-                *([f"% {self.note}"] if self.note else []),
-                "",
-            ]
-        )
+        table = latex(self.headings, map(latex_row, self.rows), filter(None, [self.note]))
+        return f"% {self.title}\n{table}"
+
+
+def framed(notes: Sequence[str], title: str | None = None) -> Table:
+    """A table for the terminal with a column of methods; notes stand below it."""
+    table = Table(
+        box=HORIZONTALS,
+        padding=(0, 1, 0, 0),
+        header_style="dim",
+        title=title,
+        title_justify="left",
+        title_style="",
+        caption="; ".join(notes) or None,
+        caption_justify="left",
+    )
+    table.add_column("Method", overflow="fold", min_width=6)
+    return table
+
+
+def latex(headings: Sequence[str], rows: Iterable[str], notes: Iterable[str]) -> str:
+    """A ``tabular`` in the style of booktabs, with notes as comments below it."""
+    return "\n".join(
+        [
+            rf"\begin{{tabular}}{{l{'r' * (len(headings) - 1)}}}",
+            r"\toprule",
+            latex_row(headings),
+            r"\midrule",
+            *rows,
+            r"\bottomrule",
+            r"\end{tabular}",
+            *(f"% {note}" for note in notes),
+            "",
+        ]
+    )
+
+
+def latex_row(cells: Iterable[str]) -> str:
+    r"""Cells as they are, as a row of a ``tabular``.
+
+    >>> print(latex_row(["a_b", "50 %"]))
+    a\_b & 50 \% \\
+    """
+    return " & ".join(map(escape_latex, cells)) + r" \\"
+
+
+_LATEX = {
+    "\\": r"\textbackslash{}",
+    "~": r"\textasciitilde{}",
+    "^": r"\textasciicircum{}",
+    "<": r"\textless{}",
+    ">": r"\textgreater{}",
+    "|": r"\textbar{}",
+    "−": "$-$",
+    "…": r"\dots{}",
+    DASH: "--",
+    **{c: f"\\{c}" for c in "&%$#_{}"},
+}
+
+
+def escape_latex(text: str) -> str:
+    r"""Text that LaTeX prints as it is.
+
+    >>> print(escape_latex("50% of a_b & c"))
+    50\% of a\_b \& c
+    """
+    return " ".join("".join(_LATEX.get(c, c) for c in text).split())
 
 
 def signed(value: float, digits: int = 1) -> str:
@@ -95,9 +145,6 @@ def spread(values: Sequence[float], digits: int = 1) -> str:
     ('2.0 ± 1.4', '2.0', '–')
     """
     if not values:
-        return "–"
-    mean = sum(values) / len(values)
-    if len(values) == 1:
-        return f"{mean:.{digits}f}"
-    variance = sum((value - mean) ** 2 for value in values) / (len(values) - 1)
-    return f"{mean:.{digits}f} ± {variance**0.5:.{digits}f}"
+        return DASH
+    deviation = f" ± {statistics.stdev(values):.{digits}f}" if len(values) > 1 else ""
+    return f"{statistics.fmean(values):.{digits}f}{deviation}"

@@ -24,6 +24,7 @@ from safetensors.numpy import load_file
 
 from fedharmony.config import read_toml
 from fedharmony.errors import CheckpointError, ConfigError
+from fedharmony.experiments.binding import changed
 from fedharmony.experiments.compare import refuse_reference
 from fedharmony.experiments.scores import (
     Examples,
@@ -217,10 +218,10 @@ class RunView:
         return self._latest("structure")
 
     def _latest(self, key: str) -> dict[str, float]:
-        source = self.results if self._results_are_latest and self.results.get(key) else None
-        if source is None:
-            source = self.evaluations[-1] if self.evaluations else {}
-        return {str(k): number(v) for k, v in (source.get(key) or {}).items()}
+        found = self.results.get(key) if self._results_are_latest else None
+        if not found:
+            found = self.evaluations[-1].get(key) if self.evaluations else None
+        return {str(k): number(v) for k, v in (found or {}).items()}
 
     @property
     def seconds(self) -> float:
@@ -303,10 +304,8 @@ class RunView:
     def curve(self, group: str, key: str) -> dict[int, float]:
         """A number by round (1-based), from evaluations (``metrics``, ``structure``) or rounds.
 
-        Args:
-            group: ``"metrics"``, ``"structure"``, ``"log"``, or ``"round"`` for the numbers of the
-                round events themselves.
-            key: Name within the group.
+        A further ``group`` is ``"log"``; ``"round"`` are the numbers of the round events
+        themselves.
         """
         events = self.evaluations if group in ("metrics", "structure") else self.rounds
         places = [(e["round"], e if group == "round" else e.get(group) or {}) for e in events]
@@ -376,11 +375,14 @@ class Runs:
     @cached_property
     def differing(self) -> tuple[str, ...]:
         """Sections of the settings (``data``, ``metrics``) that make numbers incomparable."""
-        found = [s for s in ("data", "metrics") if len({_text(r, s) for r in self.runs}) > 1]
-        if all(run.bound for run in self.runs) and "data" in found:
-            same = not any(_mixture(self.runs, TRAINED_ON))  # the same data at another path
-            found = [s for s in found if s != "data" or not same]
-        return tuple(found)
+        texts = {
+            section: {json.dumps(run.config.get(section), sort_keys=True) for run in self.runs}
+            for section in ("data", "metrics")
+        }
+        bound = all(run.bound for run in self.runs)
+        if bound and not any(_mixture(self.runs, TRAINED_ON)):  # the same data at another path
+            del texts["data"]
+        return tuple(section for section, found in texts.items() if len(found) > 1)
 
     @property
     def baselines(self) -> dict[str, dict[str, float]]:
@@ -418,10 +420,6 @@ def _same_images(one: RunView, other: RunView) -> bool:
     """Whether two runs scored the same test images."""
     a, b = one.scores, other.scores
     return a is not None and b is not None and (a.ids, a.classes) == (b.ids, b.classes)
-
-
-def _text(run: RunView, section: str) -> str:
-    return json.dumps(run.config.get(section), sort_keys=True)
 
 
 def _damaged(path: Path, error: Exception, otherwise: str) -> CheckpointError:
@@ -472,11 +470,7 @@ def _read_matrices(path: Path, classes: int) -> dict[str, Array]:
 
 
 def load_run(folder: str | Path) -> RunView:
-    """Read a folder written by ``fedharmony run``, finished or not.
-
-    Raises:
-        CheckpointError: The folder is not a run folder, or a file in it is damaged.
-    """
+    """Read a folder written by ``fedharmony run``, finished or not; else a CheckpointError."""
     folder = Path(folder)
     log = folder / "events.jsonl"
     if not is_file(log) and not is_file(folder / "config.toml"):
@@ -504,7 +498,7 @@ def load_run(folder: str | Path) -> RunView:
     results = read_json(folder / "results.json", RESULTS)
     bound = read_json(folder / "binding.json")
     claimed = results.get("bound")
-    if bound and isinstance(claimed, dict) and (parts := _differing(bound, claimed)):
+    if bound and isinstance(claimed, dict) and (parts := changed(claimed, bound)):
         raise CheckpointError(
             f"{folder / 'results.json'} is not of this run: binding.json says that the run was "
             f"made of other data ({', '.join(parts)}). Put the run's own results back."
@@ -526,17 +520,13 @@ def load_run(folder: str | Path) -> RunView:
     )
 
 
-def _differing(one: Mapping[str, Any], other: Mapping[str, Any]) -> list[str]:
-    return [name for name in {**one, **other} if one.get(name) != other.get(name)]
-
-
 def _mixture(
     runs: Sequence[RunView], parts: tuple[str, ...]
 ) -> Iterator[tuple[RunView, list[str]]]:
     """Runs made of something else than the first, and what; those that do not say are let in."""
     known = [run for run in runs if run.bound]
     for run in known[1:]:
-        differing = _differing(known[0].bound, run.bound)
+        differing = changed(run.bound, known[0].bound)
         if found := [name for name in differing if name.startswith(parts)]:
             yield run, found
 
@@ -604,13 +594,10 @@ def _read_folder(folder: Path) -> _Found:
 def load(source: str | Path | Sequence[str | Path], against: str | None = None) -> Runs:
     """Read run folders and comparison folders that shall stand on one page.
 
-    Runs of the same display name count as seeds of one method. Where two of them have the same
-    seed they cannot be that, so the name of the folder that was given is added to tell them apart.
-
-    Args:
-        source: One folder, or several.
-        against: The method to which differences of all others are shown; if None, the one that a
-            comparison was given, where it is the only folder.
+    Runs of the same display name count as seeds of one method. Where two of them have the same seed
+    they cannot be that, so the name of the folder that was given is added to tell them apart.
+    Differences are shown to the method ``against``; if None, to the one that a comparison was
+    given, where it is the only folder.
 
     Raises:
         ConfigError: There is no such method, or the runs' numbers cannot be compared with it.
@@ -647,17 +634,11 @@ def load(source: str | Path | Sequence[str | Path], against: str | None = None) 
         against=against or (parts[0].against if together else None),
     )
     if against is not None:
-        _refuse_reference(runs, against)
-    return runs
-
-
-def _refuse_reference(runs: Runs, against: str) -> None:
-    """Refuse a method to compare with that is not there, or that nothing can be compared with."""
-    labels = {*runs.by_setting(), *(label for label, _ in runs.missing)}
-    refuse_reference(against, labels)
-    if runs.differing:
+        refuse_reference(against, {*runs.by_setting(), *(label for label, _ in runs.missing)})
+    if against is not None and runs.differing:
         raise ConfigError(
             f"--against {against}: the runs differ in their {' and '.join(runs.differing)} "
             "settings, so differences between them say nothing about methods. Report on runs with "
             "the same ones."
         )
+    return runs

@@ -17,13 +17,7 @@ Bools: TypeAlias = npt.NDArray[np.bool_]
 
 @dataclass(frozen=True, eq=False)
 class Decisions:
-    """Which labels of which images were found, missed or wrongly given; unknown ones are neither.
-
-    Attributes:
-        found: bool ``(N, C)``, present and given.
-        missed: bool ``(N, C)``, present and not given.
-        wrong: bool ``(N, C)``, absent and given.
-    """
+    """Which labels of which images were found, missed or wrongly given; unknown are neither."""
 
     found: Bools
     missed: Bools
@@ -55,12 +49,9 @@ def _together(one: Bools, other: Bools) -> Array:
 
 @dataclass(frozen=True, eq=False)
 class Trade:
-    """Precision and recall at every threshold, from the highest score down; and at one of them.
+    """Precision and recall at every threshold, from the highest score down ``(T,)``.
 
-    Attributes:
-        recall: ``(T,)``, rising.
-        precision: ``(T,)``.
-        at: recall and precision where labels are given; none where none is.
+    ``at`` are recall and precision where labels are given; none where none is.
     """
 
     recall: Array
@@ -86,13 +77,7 @@ def trade(scores: npt.ArrayLike, present: Bools, given: Bools) -> Trade:
 
 @dataclass(frozen=True, eq=False)
 class Reliability:
-    """Scores beside how often they are right, in bins of equal width.
-
-    Attributes:
-        score: mean score of each bin that has any.
-        share: share of present labels in it.
-        count: labels in it.
-    """
+    """Mean score of each bin of equal width that has any, and the share of present labels in it."""
 
     score: Array
     share: Array

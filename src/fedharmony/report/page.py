@@ -11,21 +11,27 @@ from __future__ import annotations
 import json
 import math
 import statistics
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
 from jinja2 import Environment, PackageLoader, StrictUndefined
 
+from fedharmony.config import flat
 from fedharmony.errors import CheckpointError
 from fedharmony.files import write_atomically
 from fedharmony.report import words
 from fedharmony.report.charts import Picture, Row, dots
-from fedharmony.report.load import Runs, load
+from fedharmony.report.load import Runs, RunView, load
 from fedharmony.report.panel import count, sections, styles
 from fedharmony.report.tables import table_of
 
 _MOST_FAILURES = 40
+#: Parts of the page that not every page has.
+_OPTIONAL = (
+    *("notices", "tiles", "table", "table_keys", "crowned", "glance", "rules", "options"),
+    *("failures", "settings", "environment"),
+)
 _FILES = {
     "config.toml": "all settings, resolved",
     "environment.json": "versions, device, command",
@@ -48,18 +54,11 @@ _FILES = {
 def write_report(
     source: Runs | str | Path | Sequence[str | Path], out: str | Path | None = None
 ) -> Path:
-    """Write the report of a run folder, a comparison folder, or several of them.
+    """Write the report of a run folder, a comparison folder, or several of them; returns its path.
 
-    Args:
-        source: What :func:`~fedharmony.report.load.load` takes, or has given.
-        out: The file to write; ``report.html`` in the folder (of several: in the folder that
-            holds them all) if None.
-
-    Returns:
-        The path of the page. The file appears complete or not at all.
-
-    Raises:
-        CheckpointError: A folder is not a run, or one of its files is damaged.
+    ``source`` is what :func:`~fedharmony.report.load.load` takes, or has given. The file is
+    ``out``, or ``report.html`` in the folder (of several: in the folder that holds them all); it
+    appears complete or not at all. What cannot be read or written is a CheckpointError.
     """
     runs = source if isinstance(source, Runs) else load(source)
     path = Path(out) if out is not None else runs.home / "report.html"
@@ -76,8 +75,8 @@ def write_report(
     return path
 
 
-def render(values: Mapping[str, Any]) -> str:
-    """The page's template, filled."""
+def fill(template: str, values: Mapping[str, Any]) -> str:
+    """A template of this package, filled."""
     environment = Environment(
         loader=PackageLoader("fedharmony.report", ""),
         autoescape=True,
@@ -85,8 +84,12 @@ def render(values: Mapping[str, Any]) -> str:
         trim_blocks=True,
         lstrip_blocks=True,
     )
-    page = environment.get_template("page.html.j2").render(values)
-    return page if page.endswith("\n") else page + "\n"
+    return environment.get_template(template).render(values)
+
+
+def render(values: Mapping[str, Any]) -> str:
+    """The page; what is not among the values is left out of it."""
+    return fill("page.html.j2", {**dict.fromkeys(_OPTIONAL, ()), **values}) + "\n"
 
 
 def _render(runs: Runs) -> str:
@@ -111,7 +114,7 @@ def _render(runs: Runs) -> str:
         "failures": _failures(runs),
         "settings": _settings(runs),
         "environment": _environment(runs),
-        "commands": _commands(runs),
+        "commands": commands(runs.runs) or ["fedharmony run config.toml"],
         "files": [(n, text) for n, text in _FILES.items() if (runs.home / n).is_file()],
         "version": str(runs.first.environment.get("fedharmony", "")),
     }
@@ -143,15 +146,10 @@ def _failures(runs: Runs) -> dict[str, Any]:
             for event in run.rounds:
                 dropped += len(event.get("dropped") or ())
                 invited += len(event.get("cohort") or ())
-                rows += [
-                    (
-                        who,
-                        event["round"] + 1,
-                        *(f.get("name") or f.get("client", ""), f.get("stage", "")),
-                        f.get("reason", ""),
-                    )
-                    for f in event.get("failures") or ()
-                ]
+                for failure in event.get("failures") or ():
+                    client = failure.get("name") or failure.get("client", "")
+                    where = (who, event["round"] + 1, client, failure.get("stage", ""))
+                    rows.append((*where, failure.get("reason", "")))
     summary = "No client dropped out or failed."
     if lost := dropped + len(rows):
         share = f" ({words.percent(lost / invited)} of {invited:,} invitations)" if invited else ""
@@ -174,26 +172,15 @@ def _value(value: Any) -> str:
     return json.dumps(value, ensure_ascii=False)
 
 
-def _flatten(tree: Mapping[str, Any], prefix: str = "") -> dict[str, str]:
-    flat: dict[str, str] = {}
-    for name, value in tree.items():
-        if isinstance(value, Mapping):
-            flat |= _flatten(value, f"{prefix}{name}.")
-        else:
-            flat[f"{prefix}{name}"] = _value(value)
-    return flat
-
-
 def _settings(runs: Runs) -> list[tuple[str, list[tuple[str, str]]]]:
     """Settings that all methods share, then those of each; values of several seeds are joined."""
-    flat = {name: [_flatten(run.config) for run in group] for name, group in runs.groups.items()}
-    joined = {
-        name: {
-            key: ", ".join(dict.fromkeys(settings.get(key, "–") for settings in group))
-            for key in dict.fromkeys(k for settings in group for k in settings)
+    joined: dict[str, dict[str, str]] = {}
+    for name, group in runs.groups.items():
+        flats = [{k: _value(v) for k, v in flat(run.config).items()} for run in group]
+        joined[name] = {
+            key: ", ".join(dict.fromkeys(settings.get(key, "–") for settings in flats))
+            for key in dict.fromkeys(k for settings in flats for k in settings)
         }
-        for name, group in flat.items()
-    }
     first = next(iter(joined.values()))
     shared = {k: v for k, v in first.items() if all(j.get(k) == v for j in joined.values())}
     blocks = [("All settings" if runs.alone else "Shared by all runs", [*shared.items()])]
@@ -212,7 +199,7 @@ def _environment(runs: Runs) -> list[tuple[str, str]]:
     return [(name, "; ".join(values)) for name, values in found.items()]
 
 
-def _commands(runs: Runs) -> list[str]:
-    """The commands that were given, or one that repeats the run from its folder."""
-    given = dict.fromkeys(str(run.environment.get("command") or "") for run in runs.runs)
-    return [command for command in given if command] or ["fedharmony run config.toml"]
+def commands(runs: Iterable[RunView]) -> list[str]:
+    """The commands that were given, as far as they are known."""
+    given = dict.fromkeys(str(run.environment.get("command") or "") for run in runs)
+    return [command for command in given if command]

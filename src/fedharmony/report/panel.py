@@ -29,15 +29,8 @@ from fedharmony.report.svg import CENTRAL, Style, style
 class Section:
     """A part of the page: words, a legend, and figures in a grid of two or three columns.
 
-    Attributes:
-        title: The heading.
-        lead: What is shown, in a sentence or two.
-        pictures: The figures.
-        keys: The legend: names and looks.
-        scale: Texts at both ends of the colour scale of heat maps.
-        facts: Names and values beside the figures.
-        grids: Tables above the figures.
-        summary: Names and texts above everything else.
+    ``summary`` (names and texts) and ``grids`` stand above the figures, ``facts`` (names and
+    values) beside them; ``scale`` has the texts at both ends of the colour scale of heat maps.
     """
 
     title: str

@@ -67,20 +67,20 @@ class _State:
     later: int = 0  # runs that follow
     earlier: tuple[float, ...] = ()  # seconds that each run before has taken
 
-    def take_round(self, event: Mapping[str, Any]) -> None:
-        self.round, self.done = event, int(event.get("round", self.done)) + 1
+    def take(self, event: Mapping[str, Any]) -> None:
+        """Take a round, or an evaluation."""
+        number = int(event.get("round", 0)) + 1
         self.seconds += float(event.get("seconds") or 0.0)
-        failed = len(event.get("failures") or ())
-        self.lost += failed + len(event.get("dropped") or ())
-        self.failed += failed
-
-    def take_evaluation(self, event: Mapping[str, Any]) -> None:
-        self.seconds += float(event.get("seconds") or 0.0)
-        self.metrics = event.get("metrics") or {}
-        self.measured = int(event.get("round", 0)) + 1
+        if event["event"] == "round":
+            self.round, self.done = event, number
+            failed = len(event.get("failures") or ())
+            self.lost += failed + len(event.get("dropped") or ())
+            self.failed += failed
+            return
+        self.metrics, self.measured = event.get("metrics") or {}, number
         score = self.metrics.get("mAP")
         if score is not None and score > self.best:
-            self.best, self.best_round = score, self.measured
+            self.best, self.best_round = score, number
 
     @property
     def left(self) -> str:
@@ -217,12 +217,12 @@ class Progress:
             self._bars.update(self._steps, completed=done, total=total, visible=True)
         elif kind == "round":
             self._print_held(state)
-            state.take_round(event)
+            state.take(event)
             self._held = True
             self._bars.update(self._rounds, completed=state.done, left=state.left)
             self._bars.update(self._steps, visible=False)
         elif kind == "evaluate":
-            state.take_evaluation(event)
+            state.take(event)
             self._print_held(state)
         elif kind == "finish":
             self._print_held(state)
@@ -301,11 +301,9 @@ class Board(Progress):
                 begin = int(event.get("resumed_at") or 0)
                 self._rounds_asked -= begin
                 state = _State(name, rounds, done=begin, began_at=begin)
-            elif kind == "round":
-                state.take_round(event)
-                self._rounds_done += 1
-            elif kind == "evaluate":
-                state.take_evaluation(event)
+            elif kind in ("round", "evaluate"):
+                state.take(event)
+                self._rounds_done += kind == "round"
             elif kind == "finish" and not over:  # a run that fails says so, and so do its workers
                 over = True
                 self._running, self._ended = self._running - 1, self._ended + 1

@@ -9,11 +9,9 @@ import numpy as np
 
 from fedharmony.report.load import Runs
 from fedharmony.report.measures import decide, reliability, taken_for, worst_decile
+from fedharmony.report.panels.mistakes import MOST_LABELS
 from fedharmony.report.panels.users import worst_users
 from fedharmony.report.words import privacy_words
-
-#: Labels of which pairs are looked at.
-MOST_LABELS = 2000
 
 
 def remarks(runs: Runs) -> Iterator[str]:

@@ -27,9 +27,7 @@ _as_it_is = with_config(ConfigDict(strict=True, extra="allow"))
 
 
 @_as_it_is
-class LabelRow(TypedDict, total=False):
-    """One label of ``results.json``."""
-
+class _LabelRow(TypedDict, total=False):
     ap: Number
     precision: Number
     recall: Number
@@ -37,48 +35,38 @@ class LabelRow(TypedDict, total=False):
 
 
 @_as_it_is
-class UserRow(TypedDict, total=False):
-    """One test user of ``results.json``."""
-
+class _UserRow(TypedDict, total=False):
     user: str
     images: Count
 
 
 @_as_it_is
-class Users(TypedDict, total=False):
-    """The test users of ``results.json``."""
-
-    each: list[UserRow]
+class _Users(TypedDict, total=False):
+    each: list[_UserRow]
 
 
 @_as_it_is
-class Thresholds(TypedDict, total=False):
-    """The thresholds of ``results.json``."""
-
+class _Thresholds(TypedDict, total=False):
     per_label: list[float]
 
 
 @_as_it_is
-class Results(TypedDict, total=False):
-    """``results.json``."""
-
+class _Results(TypedDict, total=False):
     metrics: Numbers
     structure: Numbers
     baselines: dict[str, Numbers] | None
-    per_label: list[LabelRow] | None
+    per_label: list[_LabelRow] | None
     rounds: Count
     rounds_done: Count | None
     metric_options: dict[str, Any]
-    per_user: Users | None
-    thresholds: Thresholds | None
+    per_user: _Users | None
+    thresholds: _Thresholds | None
     n_classes_with_positives: Count | None
     n_classes_never_predicted: Count | None
 
 
 @_as_it_is
-class Start(TypedDict, total=False):
-    """The start event."""
-
+class _Start(TypedDict, total=False):
     rounds: Count
     clients: Count | None
     client_names: list[str] | None
@@ -91,75 +79,61 @@ class Start(TypedDict, total=False):
 
 
 @_as_it_is
-class Failure(TypedDict, total=False):
-    """A client that was left out."""
-
+class _Failure(TypedDict, total=False):
     client: Count
     name: str
 
 
 @_as_it_is
-class Round(TypedDict, total=False):
-    """A round's event."""
-
+class _Round(TypedDict, total=False):
     round: Count
     cohort: list[Count]
     reported: list[Count]
     dropped: list[Count]
-    failures: list[Failure]
+    failures: list[_Failure]
     weights: dict[Client, Number] | None
     log: dict[str, Any] | None
 
 
 @_as_it_is
-class Evaluate(TypedDict, total=False):
-    """An evaluation's event."""
-
+class _Evaluate(TypedDict, total=False):
     round: Count
     metrics: Numbers
     structure: Numbers
 
 
 @_as_it_is
-class PlannedRun(TypedDict, total=False):
-    """A run of a comparison."""
-
+class _PlannedRun(TypedDict, total=False):
     label: str
     seed: int | None
     folder: str
 
 
 @_as_it_is
-class Comparison(TypedDict, total=False):
-    """``comparison.json``."""
-
+class _Comparison(TypedDict, total=False):
     methods: list[str] | None
     against: str | None
-    runs: list[PlannedRun] | None
+    runs: list[_PlannedRun] | None
 
 
 @_as_it_is
-class SweptPoint(TypedDict):
-    """A comparison of a sweep."""
-
+class _SweptPoint(TypedDict):
     values: dict[str, str]
     folder: str
 
 
 @_as_it_is
-class Sweep(TypedDict):
-    """``sweep.json``."""
-
+class _Sweep(TypedDict):
     config: str
     settings: list[str]
-    points: list[SweptPoint]
+    points: list[_SweptPoint]
 
 
-RESULTS, COMPARISON, SWEEP = TypeAdapter(Results), TypeAdapter(Comparison), TypeAdapter(Sweep)
+RESULTS, COMPARISON, SWEEP = TypeAdapter(_Results), TypeAdapter(_Comparison), TypeAdapter(_Sweep)
 EVENTS: Mapping[str, TypeAdapter[Any]] = {
-    "start": TypeAdapter(Start),
-    "round": TypeAdapter(Round),
-    "evaluate": TypeAdapter(Evaluate),
+    "start": TypeAdapter(_Start),
+    "round": TypeAdapter(_Round),
+    "evaluate": TypeAdapter(_Evaluate),
 }
 #: Matrices over pairs of labels, and what marks labels or pairs of them.
 PAIRS = ("true", "learned", "learned_hard", "planted", "consensus")

@@ -220,7 +220,7 @@ class Drawing:
         self._parts.append(f"<g {look}>{texts}</g>")
 
     def image(self, pixels: Pixels, left: float, top: float, width: float, height: float) -> None:
-        """A cell per pixel, enlarged by whole numbers so that no viewer blurs them.
+        """A heat map: a cell per pixel, enlarged by whole numbers so that no viewer blurs it.
 
         Fully transparent pixels of the colour :data:`UNKNOWN` are hatched.
         """
@@ -229,17 +229,14 @@ class Drawing:
         unknown = (large == (*UNKNOWN[:3], 0)).all(axis=2)
         diagonal = np.add.outer(np.arange(len(large)), np.arange(large.shape[1]))
         large[unknown & (diagonal % _HATCH < _HATCH // 3)] = UNKNOWN
-        buffer = io.BytesIO()
-        Image.fromarray(large).save(buffer, "PNG", compress_level=9)
-        data = f"data:image/png;base64,{base64.b64encode(buffer.getvalue()).decode()}"
+        data = _encoded(large, "png", compress_level=9)
         place: Look = {"x": left, "y": top, "width": width, "height": height}
         self.add("image", None, {"href": data, "preserveAspectRatio": "none", **place})
+        self.rect(left, top, width, height, fill="none", stroke=GRID, stroke_width=0.8)
 
     def photo(self, pixels: Pixels, left: float, top: float, width: float, height: float) -> None:
         """A picture (H, W, 3) as it is."""
-        buffer = io.BytesIO()
-        Image.fromarray(pixels).save(buffer, "JPEG", quality=85)
-        data = f"data:image/jpeg;base64,{base64.b64encode(buffer.getvalue()).decode()}"
+        data = _encoded(pixels, "jpeg", quality=85)
         place: Look = {"x": left, "y": top, "width": width, "height": height}
         self.add("image", None, {"href": data, "class": "photo", **place})
 
@@ -257,6 +254,13 @@ class Drawing:
         spoken = html.escape(printable(description))
         box = f"0 0 {_number(WIDTH)} {_number(self.height)}"
         return f'<svg viewBox="{box}" role="img" aria-label="{spoken}">{self._body()}</svg>'
+
+
+def _encoded(pixels: Pixels, kind: str, **options: int) -> str:
+    """An image file as a link that holds it."""
+    buffer = io.BytesIO()
+    Image.fromarray(pixels).save(buffer, kind, **options)
+    return f"data:image/{kind};base64,{base64.b64encode(buffer.getvalue()).decode()}"
 
 
 class _Window(Drawing):

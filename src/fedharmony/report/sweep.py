@@ -16,7 +16,7 @@ from fedharmony.files import write_atomically
 from fedharmony.metrics import METRIC_NAMES
 from fedharmony.report.charts import Series, curve
 from fedharmony.report.load import Runs, load, read_json
-from fedharmony.report.page import render
+from fedharmony.report.page import commands, render
 from fedharmony.report.panel import Section, count
 from fedharmony.report.shapes import SWEEP
 from fedharmony.report.svg import CENTRAL, Style, printable, style
@@ -30,12 +30,8 @@ _TICK = 12
 class Swept:
     """A sweep as it was found: comparisons by the values of the settings that differ.
 
-    Attributes:
-        name: of the config.
-        home: the folder.
-        settings: what was varied; the first is the horizontal axis.
-        points: values in the order of the settings, and the runs of each comparison.
-        missing: how many comparisons have no run yet.
+    The first of the settings is the horizontal axis; points have their values in this order. There
+    are ``missing`` comparisons without any run yet.
     """
 
     name: str
@@ -57,11 +53,7 @@ class Swept:
 
 
 def load_sweep(folder: str | Path) -> Swept:
-    """Read a folder written by ``fedharmony sweep``, finished or not.
-
-    Raises:
-        CheckpointError: It is no such folder, none of its runs is there yet, or a file is damaged.
-    """
+    """Read a folder written by ``fedharmony sweep``, finished or not; else a CheckpointError."""
     home = Path(folder)
     index = read_json(home / INDEX, SWEEP)
     if not index:
@@ -92,19 +84,14 @@ def sections(swept: Swept) -> dict[str, Section]:
         pictures = []
         for metric in METRIC_NAMES:
             series = [
-                Series(method, look, _curves(points, method, metric))
+                Series(method, look, curves)
                 for method, look in swept.looks.items()
+                if any(curves := _curves(points, method, metric))
             ]
-            if any(any(s.curves) for s in series):
-                pictures.append(
-                    curve(
-                        f"{metric}, %",
-                        [s for s in series if any(s.curves)],
-                        rounds=len(points),
-                        percent=True,
-                        values=(axis, names),
-                    )
-                )
+            if series:
+                title, places = f"{metric}, %", len(points)
+                values = (axis, names)
+                pictures.append(curve(title, series, rounds=places, percent=True, values=values))
         where = ", ".join(f"{k} = {v}" for k, v in zip(others, fixed, strict=True))
         lead = (
             "After the last round, on the pooled test set. Lines are means over seeds, bands ± one "
@@ -182,7 +169,6 @@ def page(swept: Swept) -> str:
         notices.append(f"{count(unfinished, 'run')} not finished: left out of the curves.")
     if lost:
         notices.append(f"Clients were lost in some runs, {lost} in all: see their own reports.")
-    commands = dict.fromkeys(str(run.environment.get("command") or "") for run in runs)
     facts = [
         count(len(swept.points), "comparison"),
         count(len(swept.methods), "method"),
@@ -195,18 +181,9 @@ def page(swept: Swept) -> str:
         "headline": _headline(swept),
         "facts": facts,
         "notices": notices,
-        "tiles": [],
         "table": table_of(swept),
-        "table_keys": {},
-        "crowned": False,
-        "glance": [],
-        "rules": [],
-        "options": [],
         "sections": sections(swept),
-        "failures": {"summary": "See the reports of the comparisons.", "rows": [], "left_out": 0},
-        "settings": [],
-        "environment": [],
-        "commands": [command for command in commands if command] or ["fedharmony sweep …"],
+        "commands": commands(runs) or ["fedharmony sweep …"],
         "files": [
             ("sweep.csv", "one row per run at full precision"),
             ("sweep.md", "the table as Markdown"),

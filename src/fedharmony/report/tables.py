@@ -32,26 +32,20 @@ import statistics
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass, replace
 
-from rich.box import HORIZONTALS
 from rich.table import Table
 from rich.text import Text
 
 from fedharmony.metrics import METRIC_NAMES
-from fedharmony.report.differences import DASH, HEADINGS, Differences, differences
+from fedharmony.report.differences import HEADINGS, Differences, differences
+from fedharmony.report.grid import DASH, escape_latex, framed, latex, latex_row
 from fedharmony.report.load import Runs, RunView
 
 
 @dataclass(frozen=True)
 class Column:
-    """A quantity of the table.
+    """A quantity of the table: its key in the data and in CSV files, and how it is printed.
 
-    Attributes:
-        key: Name in the data and in CSV files.
-        heading: Printed heading.
-        meaning: One line of explanation.
-        scale: Factor from stored to printed value.
-        digits: Decimals printed.
-        quality: Whether higher is better and the best value is marked.
+    ``scale`` leads from the stored to the printed value; of a ``quality`` the highest is marked.
     """
 
     key: str
@@ -102,13 +96,8 @@ COLUMNS: tuple[Column, ...] = (
 class RunRow:
     """The numbers of one run by column key, unrounded.
 
-    Attributes:
-        label: of its method.
-        seed: of the run.
-        values: by column key.
-        complete: False if it did not end.
-        lost: how often a client failed and was left out of a round.
-        ranked: False if it does not compete.
+    ``complete`` is False if it did not end, ``ranked`` if it does not compete; ``lost`` counts how
+    often a client failed and was left out of a round.
     """
 
     label: str
@@ -143,6 +132,11 @@ class Line:
         """What is put behind the name: the notes of the table explain it."""
         return ("" if self.complete else " *") + (" †" if self.lost else "")
 
+    @property
+    def marked(self) -> str:
+        """The name with its marks."""
+        return self.name + self.marks
+
 
 def _cell(values: Iterable[float]) -> Cell:
     known = [v for v in values if math.isfinite(v)]
@@ -168,12 +162,8 @@ def _mark_best(column: Column, cells: Sequence[Cell], ranked: Sequence[bool]) ->
 class MetricTable:
     """The metrics of several methods; build with :func:`metric_table`.
 
-    Attributes:
-        columns: The columns that have values.
-        lines: One line per method, in order.
-        baselines: One line per trivial predictor.
-        runs: The single runs behind the lines.
-        differences: To one of the methods, if asked for.
+    One line per method and one per trivial predictor, with the columns that have values, and the
+    single runs behind them.
     """
 
     columns: tuple[Column, ...]
@@ -203,9 +193,6 @@ class MetricTable:
             return mean
         return f"{mean} ± {column.number(cell.deviation)}"
 
-    def _name(self, line: Line) -> str:
-        return line.name + line.marks
-
     def to_rich(self, width: int = 80) -> Table:
         """A table for a terminal ``width`` columns wide; secondary columns go first if too narrow.
 
@@ -216,14 +203,7 @@ class MetricTable:
         notes = list(self.notes)
         if left_out:
             notes.append(f"{left_out} of {len(self.columns)} columns left out: terminal too narrow")
-        table = Table(
-            box=HORIZONTALS,
-            padding=(0, 1, 0, 0),
-            header_style="dim",
-            caption="; ".join(notes) or None,
-            caption_justify="left",
-        )
-        table.add_column("Method", overflow="fold", min_width=6)
+        table = framed(notes)
         for index in kept:
             table.add_column(self.columns[index].heading, justify="right", no_wrap=True)
         for group in (self.lines, self.baselines):
@@ -236,14 +216,14 @@ class MetricTable:
                     )
                     for i in kept
                 ]
-                table.add_row(Text(self._name(line), quiet), *cells)
+                table.add_row(Text(line.marked, quiet), *cells)
             table.add_section()
         return table
 
     def _columns_within(self, width: int) -> list[int]:
         """Indices of the columns that fit, best rank first until the first that does not."""
         lines = (*self.lines, *self.baselines)
-        names = max((len(self._name(line)) for line in lines), default=0)
+        names = max((len(line.marked) for line in lines), default=0)
         room = width - max(6, min(names, width // 3)) - 3  # with both edges of the frame
         kept: list[int] = []
         first = {key: rank for rank, key in enumerate(_KEEP_FIRST)}
@@ -266,7 +246,7 @@ class MetricTable:
     ) -> list[list[str]]:
         rows = []
         for line in lines:
-            row = [escape(self._name(line))]
+            row = [escape(line.marked)]
             for column, cell in zip(self.columns, line.cells, strict=True):
                 text = number(self.text(column, cell))
                 row.append(bold(text) if cell.best else text)
@@ -332,12 +312,12 @@ class MetricTable:
         body = render(self.lines)
         if self.baselines:
             body += [r"\midrule", *render(self.baselines)]
-        text = _latex([c.heading for c in self.columns], body, self.notes)
+        text = latex(["Method", *(c.heading for c in self.columns)], body, self.notes)
         if self.differences is None:
             return text
-        rows = [" & ".join(map(escape_latex, row)) + r" \\" for row in self.differences.rows()]
+        rows = map(latex_row, self.differences.rows())
         notes = (self.differences.title, *self.differences.notes)
-        return f"{text}\n{_latex(HEADINGS, rows, notes)}"
+        return f"{text}\n{latex(['Method', *HEADINGS], rows, notes)}"
 
 
 def _markdown(headings: Sequence[str], rows: Iterable[Sequence[str]], notes: Iterable[str]) -> str:
@@ -347,33 +327,13 @@ def _markdown(headings: Sequence[str], rows: Iterable[Sequence[str]], notes: Ite
     return "\n".join([*lines, "", *(f"{_escape_markdown(note)}.  " for note in notes)]).rstrip()
 
 
-def _latex(headings: Sequence[str], body: Iterable[str], notes: Iterable[str]) -> str:
-    return "\n".join(
-        [
-            rf"\begin{{tabular}}{{l{'r' * len(headings)}}}",
-            r"\toprule",
-            " & ".join(map(escape_latex, ["Method", *headings])) + r" \\",
-            r"\midrule",
-            *body,
-            r"\bottomrule",
-            r"\end{tabular}",
-            *(f"% {note}" for note in notes),
-            "",
-        ]
-    )
-
-
 def metric_table(
     rows: Sequence[RunRow], baselines: Mapping[str, Mapping[str, float]] | None = None
 ) -> MetricTable:
-    """Gather runs into a table: runs with the same label are seeds of one method.
+    """Gather runs into a table, and mark the best of each column.
 
-    Args:
-        rows: The runs; methods keep the order in which they first appear.
-        baselines: Metrics of the trivial predictors by name.
-
-    Returns:
-        The table, with the best of each column marked.
+    Runs with the same label are seeds of one method; methods keep the order in which they first
+    appear.
     """
     groups: dict[str, list[RunRow]] = {}
     for row in rows:
@@ -448,26 +408,3 @@ def _escape_markdown(text: str) -> str:
     """
     escaped = "".join(f"\\{c}" if c in r"\`*_{}[]<>|#~" else c for c in text)
     return " ".join(escaped.split())
-
-
-_LATEX = {
-    "\\": r"\textbackslash{}",
-    "~": r"\textasciitilde{}",
-    "^": r"\textasciicircum{}",
-    "<": r"\textless{}",
-    ">": r"\textgreater{}",
-    "|": r"\textbar{}",
-    "−": "$-$",
-    "…": r"\dots{}",
-    DASH: "--",
-    **{c: f"\\{c}" for c in "&%$#_{}"},
-}
-
-
-def escape_latex(text: str) -> str:
-    r"""Text that LaTeX prints as it is.
-
-    >>> print(escape_latex("50% of a_b & c"))
-    50\% of a\_b \& c
-    """
-    return " ".join("".join(_LATEX.get(c, c) for c in text).split())

@@ -7,8 +7,8 @@ body is made anew at each look; a script of six lines puts it in place every oth
 
 from __future__ import annotations
 
-import json
 import logging
+import math
 import threading
 import time
 import tomllib
@@ -18,13 +18,13 @@ from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
 from pathlib import Path
 from typing import Any
 
-from jinja2 import Environment, PackageLoader, StrictUndefined
-
-from fedharmony.errors import FedHarmonyError
+from fedharmony.errors import CheckpointError, FedHarmonyError
 from fedharmony.experiments.folder import RunFolder
 from fedharmony.flower.link import SERVER, Link, began
 from fedharmony.metrics import METRIC_NAMES
 from fedharmony.report.charts import Picture, Series, curve
+from fedharmony.report.load import RunView, load_run
+from fedharmony.report.page import fill
 from fedharmony.report.svg import style
 
 logger = logging.getLogger(__name__)
@@ -52,29 +52,53 @@ setInterval(look, 2000);
 class RunNow:
     """A run that the SuperLink was asked for.
 
-    Attributes:
-        folder: where it writes.
-        status: running, completed, failed or killed.
-        reason: why it failed.
-        label: of its method.
-        done: rounds that are over.
-        rounds: of all.
-        facts: a few numbers, by name.
-        failures: the latest: round, stage and reason.
-        pictures: its curves.
-        seen: the last round that each site reported in, by name.
+    Its ``status`` is running, completed, failed (for a ``reason``) or killed; ``names`` are those
+    of its sites, by client.
     """
 
-    folder: Path
+    view: RunView
     status: str
     reason: str
-    label: str
-    done: int
-    rounds: int
-    facts: Mapping[str, str]
-    failures: list[tuple[int, str, str]]
-    pictures: list[Picture]
-    seen: Mapping[str, int]
+    names: Mapping[int, str]
+
+    @property
+    def facts(self) -> dict[str, str]:
+        """A few numbers, by name."""
+        run, found = self.view, {}
+        if run.rounds:
+            cohort, reported = (len(run.rounds[-1][key]) for key in ("cohort", "reported"))
+            sent = run.per_round("bytes_up") + run.per_round("bytes_down")
+            found["sites in the last round"] = f"{reported} of {cohort} drawn"
+            found["seconds a round"] = f"{run.per_round('seconds'):.1f}"
+            found["MB a round"] = f"{sent / 1e6:,.2f}"
+        known = {name: run.metrics.get(name, math.nan) for name in METRIC_NAMES[:2]}
+        return found | {n: f"{100 * v:.1f} %" for n, v in known.items() if math.isfinite(v)}
+
+    @property
+    def failures(self) -> list[tuple[int, str, str]]:
+        """Round, stage and reason of the latest ones."""
+        rounds = self.view.rounds
+        found = [(e["round"] + 1, f["stage"], f["reason"]) for e in rounds for f in e["failures"]]
+        return found[-MOST_FAILURES:][::-1]
+
+    @property
+    def pictures(self) -> list[Picture]:
+        """MAP and training loss over the rounds, as far as they have come."""
+        run = self.view
+        curves = {"mAP": run.curve("metrics", "mAP")}
+        curves["training loss"] = run.curve("round", "train_loss")
+        rounds = max(run.rounds_total, 2)
+        return [
+            curve(name, [Series(name, style(0), (found,))], rounds=rounds, percent=name == "mAP")
+            for name, found in curves.items()
+            if found
+        ]
+
+    @property
+    def seen(self) -> dict[str, int]:
+        """The last round that each site reported in, by name."""
+        rounds, names = self.view.rounds, self.names
+        return {names[k]: e["round"] + 1 for e in rounds for k in e["reported"] if k in names}
 
 
 def runs_of(link: Link) -> list[RunNow]:
@@ -83,7 +107,7 @@ def runs_of(link: Link) -> list[RunNow]:
     found: dict[Path, RunNow] = {}
     for order in reversed(orders):
         if (folder := _folder(order)) is not None and folder not in found:
-            found[folder] = _run(order, RunFolder(folder))
+            found[folder] = _run(order, folder)
         if len(found) == MOST_RUNS:
             break
     return list(found.values())
@@ -97,83 +121,25 @@ def _folder(order: Path) -> Path | None:
         return None
 
 
-def _run(order: Path, folder: RunFolder) -> RunNow:
-    events = folder.read_events()
-    start = next((e for e in events if e["event"] == "start"), {})
-    rounds = [e for e in events if e["event"] == "round"]
-    measured = [e for e in events if e["event"] == "evaluate"]
-    outcome, server = (_json(order / name) for name in ("outcome.json", SERVER))
+def _run(order: Path, folder: Path) -> RunNow:
+    try:
+        view = load_run(folder)
+    except CheckpointError:
+        view = RunView(folder)  # it has written nothing that can be read yet
+    outcome, server = (RunFolder(order).read_json(n) or {} for n in ("outcome.json", SERVER))
     if outcome:
         status = str(outcome.get("status"))
     elif server and began(server.get("pid", 0)) != server.get("began"):
         status = "killed"
     else:
         status = "running"
-    names = {
-        s["client"]: n
-        for n, s in (folder.read_json("roster.json") or {"sites": {}})["sites"].items()
-    }
-    failures = [(e["round"] + 1, f["stage"], f["reason"]) for e in rounds for f in e["failures"]][
-        -MOST_FAILURES:
-    ]
-    facts = {}
-    if rounds:
-        last = rounds[-1]
-        facts["sites in the last round"] = f"{len(last['reported'])} of {len(last['cohort'])} drawn"
-        facts["seconds a round"] = f"{sum(e['seconds'] for e in rounds) / len(rounds):.1f}"
-        sent = sum(e["bytes_up"] + e["bytes_down"] for e in rounds) / len(rounds)
-        facts["MB a round"] = f"{sent / 1e6:,.2f}"
-    if measured:
-        facts |= {n: f"{100 * v:.1f} %" for n, v in _numbers(measured[-1]).items()}
-    return RunNow(
-        folder=folder.path,
-        status=status,
-        reason=str(outcome.get("error", "")),
-        label=str(start.get("label", "")),
-        done=rounds[-1]["round"] + 1 if rounds else 0,
-        rounds=int(start.get("rounds", 0)),
-        facts=facts,
-        failures=failures[::-1],
-        pictures=_pictures(int(start.get("rounds", 1)), rounds, measured),
-        seen={names[k]: e["round"] + 1 for e in rounds for k in e["reported"] if k in names},
-    )
-
-
-def _numbers(event: Mapping[str, Any]) -> dict[str, float]:
-    found = event["metrics"]
-    return {name: found[name] for name in METRIC_NAMES[:2] if isinstance(found[name], float)}
-
-
-def _pictures(rounds: int, trained: list[Any], measured: list[Any]) -> list[Picture]:
-    """MAP and training loss over the rounds, as far as they have come."""
-    curves = {
-        "mAP": {e["round"] + 1: e["metrics"]["mAP"] for e in measured},
-        "training loss": {e["round"] + 1: e["train_loss"] for e in trained},
-    }
-    pictures = []
-    for name, values in curves.items():
-        known = {round: value for round, value in values.items() if value is not None}
-        if known:
-            series = [Series(name, style(0), (known,))]
-            pictures.append(curve(name, series, rounds=max(rounds, 2), percent=name == "mAP"))
-    return pictures
-
-
-def _json(file: Path) -> dict[str, Any]:
-    try:
-        return dict(json.loads(file.read_bytes()))
-    except (OSError, ValueError):
-        return {}
+    roster = RunFolder(folder).read_json("roster.json") or {"sites": {}}
+    names = {site["client"]: name for name, site in roster["sites"].items()}
+    return RunNow(view, status, str(outcome.get("error", "")), names)
 
 
 class Watch(ThreadingHTTPServer):
-    """Serves the page.
-
-    Args:
-        link: the SuperLink.
-        port: to listen at; 0 takes a free one.
-        sites: registered sites with their status, if not as Flower says.
-    """
+    """Serves the page at a port (0 takes a free one); ``sites`` stand in for what Flower says."""
 
     daemon_threads = True
 
@@ -187,13 +153,6 @@ class Watch(ThreadingHTTPServer):
         self._sites: list[tuple[str, str, str]] = []
         self._problem, self._asked = "", -ASK_S
         self._lock = threading.Lock()
-        self._templates = Environment(
-            loader=PackageLoader("fedharmony.report", ""),
-            autoescape=True,
-            undefined=StrictUndefined,
-            trim_blocks=True,
-            lstrip_blocks=True,
-        )
         super().__init__((HOST, port), Handler)
         self.names = {f"{name}:{self.server_port}" for name in (HOST, "localhost")}
 
@@ -213,7 +172,7 @@ class Watch(ThreadingHTTPServer):
         sites, problem = self.sites()
         words = {"sites": sites, "problem": problem, "runs": runs_of(self.link)}
         about = {"home": self.link.home, "now": time.strftime("%H:%M:%S")}
-        return self._templates.get_template(name).render(words | about)
+        return fill(name, words | about)
 
 
 class Handler(BaseHTTPRequestHandler):

@@ -8,6 +8,7 @@ from collections.abc import Mapping, Sequence
 
 from markupsafe import Markup, escape
 
+from fedharmony.report.grid import spread
 from fedharmony.report.load import Runs, RunView
 from fedharmony.report.panel import count
 from fedharmony.report.progress import duration
@@ -20,9 +21,7 @@ def percent(value: float) -> str:
 
 def _spread(values: Sequence[float], unit: str = "\u202f%") -> str:
     """Mean ± sample deviation of fractions, in per cent."""
-    mean = f"{100 * statistics.fmean(values):.1f}"
-    deviation = f" ± {100 * statistics.stdev(values):.1f}" if len(values) > 1 else ""
-    return f"{mean}{deviation}{unit}"
+    return f"{spread([100 * value for value in values])}{unit}"
 
 
 def title(runs: Runs) -> str:

@@ -15,9 +15,7 @@ import torch
 
 from fedharmony.data.base import LabelledImages
 from fedharmony.experiments.blueprint import Blueprint
-from fedharmony.experiments.evaluate import EVAL_BATCH
 from fedharmony.experiments.scorer import Scorer
-from fedharmony.metrics import ScoreStore
 from fedharmony.metrics.parts import part_of
 from fedharmony.site.policy import Policy
 from fedharmony.site.records import Packer, record_of
@@ -88,13 +86,7 @@ def measure(
     frozen = {name: tensor.to(device) for name, tensor in frozen.items()}
     state = Record({PARAMS: model.get(PARAMS), BUFFERS: model.get(BUFFERS), FROZEN: frozen})
     scorer = Scorer(plan.model, plan.method, state.replace(scalars=model.scalars), given)
-    store = ScoreStore()
-    for start in range(0, len(test), EVAL_BATCH):
-        rows = slice(start, start + EVAL_BATCH)
-        images = test.images.gather(torch.arange(len(test))[rows], device)
-        known = None if test.known is None else test.known[rows]
-        store.add(scorer(images), test.labels[rows], known)
-    exact = policy.evaluation == "scores"
-    part = part_of(*store.arrays(), threshold=question.threshold, exact=exact)
+    scores, exact = scorer.all(test.images, device), policy.evaluation == "scores"
+    part = part_of(scores, test.labels, test.known, question.threshold, exact)
     tensors = part.tensors(question.threshold)
     return {"images": part.images}, Packer().parts(Record({MEASURED: tensors}))

@@ -52,15 +52,9 @@ PARTITIONS: tuple[Partition, ...] = ("train", "val", "test")
 class Records:
     """What is known about all images of all partitions, in the order of the form they came in.
 
-    Attributes:
-        classes: C names in label order.
-        ids: One name per image.
-        users: The owner of every image.
-        partitions: int8 ``(N,)``, places in :data:`PARTITIONS`.
-        rows: int32, the image of every label that is present; no pair occurs twice.
-        columns: int32, the class of every label that is present.
-        files: Gives the image files at some indices.
-        where: For messages.
+    ``rows`` and ``columns`` are image and class of every label that is present, no pair twice;
+    ``partitions`` are places in :data:`PARTITIONS`; ``files`` gives the image files at some
+    indices.
     """
 
     classes: tuple[str, ...]

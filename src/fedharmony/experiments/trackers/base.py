@@ -33,13 +33,9 @@ Pixels = npt.NDArray[np.uint8]
 
 @dataclass(frozen=True)
 class Subject:
-    """The run that is tracked.
+    """The run that is tracked, with its settings by their full names.
 
-    Attributes:
-        folder: its folder.
-        name: method and seed.
-        settings: by their full names.
-        first: rounds that were done when it started; more than 0 where a run goes on.
+    ``first`` is the number of rounds done when it started: more than 0 where a run goes on.
     """
 
     folder: Path
@@ -54,15 +50,10 @@ class Subject:
 
 
 class Tracker(ABC):
-    """A program that shows a run.
-
-    Args:
-        subject: the run.
-    """
+    """A program that shows a run."""
 
     name: ClassVar[str]
-    packages: ClassVar[tuple[str, ...]]  # what must be installed
-    extra: ClassVar[str]  # of this package, which installs them
+    packages: ClassVar[tuple[str, ...]]  # what must be installed: the extra of the same name
 
     @abstractmethod
     def __init__(self, subject: Subject) -> None:
@@ -96,17 +87,12 @@ def refuse_missing(names: Sequence[str]) -> None:
         if missing:
             raise ConfigError(
                 f"run.track names {name!r}, but {' and '.join(missing)} cannot be imported. Use "
-                f"pip install 'fedharmony[{tracker.extra}]', or leave {name!r} out."
+                f"pip install 'fedharmony[{name}]', or leave {name!r} out."
             )
 
 
 class Tracking:
-    """Hands what happens in a run to its trackers.
-
-    Args:
-        names: of the trackers.
-        subject: the run.
-    """
+    """Hands what happens in a run to its trackers."""
 
     def __init__(self, names: Sequence[str], subject: Subject) -> None:
         self._open: dict[str, Tracker] = {}

@@ -25,7 +25,6 @@ class MLflow(Tracker):
     """A run of MLflow."""
 
     packages = ("mlflow", "sqlalchemy", "alembic")
-    extra = "mlflow"
 
     def __init__(self, subject: Subject) -> None:
         """Find the record of the same folder, or make one."""

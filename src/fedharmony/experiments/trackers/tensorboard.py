@@ -14,7 +14,6 @@ class TensorBoard(Tracker):
     """Event files of TensorBoard."""
 
     packages = ("tensorboard",)
-    extra = "tensorboard"
 
     def __init__(self, subject: Subject) -> None:
         """Rounds that are repeated after a kill replace what was written of them."""

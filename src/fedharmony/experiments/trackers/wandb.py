@@ -20,7 +20,6 @@ class WandB(Tracker):
     """A run of Weights & Biases."""
 
     packages = ("wandb",)
-    extra = "wandb"
 
     def __init__(self, subject: Subject) -> None:
         """A run that goes on has the identity it began with."""

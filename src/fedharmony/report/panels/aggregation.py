@@ -3,22 +3,14 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Mapping
 
 import numpy as np
 import torch
 
 from fedharmony.aggregate import effective_clients
 from fedharmony.report import svg
-from fedharmony.report.charts import (
-    MOST_NAMED,
-    Picture,
-    Series,
-    curve,
-    frame,
-    round_axis,
-    row_names,
-)
+from fedharmony.report.charts import MOST_NAMED, Picture, Series, curve, round_axis, row_names
 from fedharmony.report.load import Runs, RunView
 from fedharmony.report.panel import Panel, Section, legend, panels, styles
 from fedharmony.report.svg import Array, Drawing, Scale
@@ -39,15 +31,17 @@ class Aggregation(Panel):
             return None
         looks = styles(runs)
         lines = [
-            Series(n, looks[n], tuple(effective(r, _own) for r in runs.groups[n])) for n in shown
+            Series(n, looks[n], tuple(effective(r, lambda r, k, w: w) for r in runs.groups[n]))
+            for n in shown
         ]
         peers = runs.groups[next(iter(shown))]  # all methods are given the same cohorts
         note = "(Σw)² / Σw². Dashed: equal weights"
-        lines.append(
-            Series("equal weights", svg.DASHED, tuple(effective(r, _equal) for r in peers))
-        )
-        if by_size := tuple(effective(r, _sizes(r)) for r in peers if "client_sizes" in r.matrices):
-            lines.append(Series("weights by size", svg.DOTTED, by_size))
+        equal = tuple(effective(run, lambda r, k, w: 1.0) for run in peers)
+        lines.append(Series("equal weights", svg.DASHED, equal))
+        sized = [run for run in peers if "client_sizes" in run.matrices]
+        by_size = [effective(run, lambda r, k, w: r.matrices["client_sizes"][k]) for run in sized]
+        if by_size:
+            lines.append(Series("weights by size", svg.DOTTED, tuple(by_size)))
             note += "; dotted: weights by client size"
         title = "Effective number of clients"
         pictures = [curve(title, lines, rounds=runs.rounds, note=f"{note}.")]
@@ -64,27 +58,13 @@ class Aggregation(Panel):
         return Section("Aggregation", lead, tuple(pictures), legend(runs, shown))
 
 
-def effective(
-    run: RunView, weigh: Callable[[dict[int, float]], Sequence[float]]
-) -> dict[int, float]:
-    """Effective number of clients by round, where ``weigh`` turns weights into other ones."""
+def effective(run: RunView, weigh: Callable[[RunView, int, float], float]) -> dict[int, float]:
+    """Effective number of clients by round; ``weigh`` makes another weight of a client's own."""
     found = {}
     for round, weights in run.weights.items():
-        values = torch.tensor(weigh(weights), dtype=torch.float64)
+        values = torch.tensor([weigh(run, k, w) for k, w in weights.items()], dtype=torch.float64)
         found[round] = effective_clients(values / values.sum())
     return {round: value for round, value in found.items() if math.isfinite(value)}
-
-
-def _own(weights: dict[int, float]) -> list[float]:
-    return list(weights.values())
-
-
-def _equal(weights: dict[int, float]) -> list[float]:
-    return [1.0] * len(weights)
-
-
-def _sizes(run: RunView) -> Callable[[dict[int, float]], list[float]]:
-    return lambda weights: [float(run.matrices["client_sizes"][k]) for k in weights]
 
 
 def same_weights(runs: Mapping[str, RunView]) -> list[list[str]]:
@@ -122,7 +102,6 @@ def weights_map(title: str, run: RunView, limit: float, note: str = "") -> Pictu
     names = [svg.printable(run.named(k), 18) for k in np.argsort(rows)] if named else []
     drawing, left, height = Drawing(250), 16 + svg.margin(names, 14.0), 208.0
     drawing.image(pixels, left, 6, svg.WIDTH - left - 8, height)
-    frame(drawing, left, 6, svg.WIDTH - left - 8, height)
     round_axis(drawing, Scale(0.5, weights.shape[1] + 0.5, left, svg.WIDTH - 8), 6 + height)
     row_names(drawing, names, left - 4, 6, height / max(clients, 1))
     words = "clients, largest on top" if sizes is not None else "clients"

@@ -5,13 +5,12 @@ from __future__ import annotations
 from collections.abc import Mapping
 
 from fedharmony.report import svg
-from fedharmony.report.charts import Picture, x_axis, y_axis
+from fedharmony.report.charts import Picture, percent_axes
 from fedharmony.report.load import Runs
 from fedharmony.report.measures import Reliability, reliability
 from fedharmony.report.panel import Panel, Section, legend, panels, styles
-from fedharmony.report.svg import Drawing, Scale, Style
+from fedharmony.report.svg import Style
 
-TICKS = (0, 20, 40, 60, 80, 100)
 #: Bins with fewer pairs of image and label say little: they are drawn faintly.
 FEW = 20
 
@@ -45,10 +44,7 @@ class Calibration(Panel):
 
 
 def _picture(found: Mapping[str, Reliability], looks: Mapping[str, Style]) -> Picture:
-    drawing, bottom = Drawing(250), 214.0
-    up, across = Scale(-2, 102, bottom, 6), Scale(-2, 102, 38, svg.WIDTH - 14)
-    y_axis(drawing, up, across.start, across.end, TICKS)
-    x_axis(drawing, across, bottom, TICKS, "score, %")
+    drawing, up, across = percent_axes("score, %")
     drawing.line([(across(0), up(0)), (across(100), up(100))], svg.MUTED, 1, svg.DASHED.dashes)
     for name, one in found.items():
         points = [(across(100 * x), up(100 * y)) for x, y in zip(one.score, one.share, strict=True)]

@@ -8,7 +8,7 @@ from collections.abc import Sequence
 import numpy as np
 
 from fedharmony.report import svg
-from fedharmony.report.charts import MOST_NAMED, Picture, column_names, frame, row_names, y_axis
+from fedharmony.report.charts import MOST_NAMED, Picture, column_names, row_names, y_axis
 from fedharmony.report.load import Runs
 from fedharmony.report.order import LabelOrder, label_order
 from fedharmony.report.panel import Panel, Section, panels
@@ -71,13 +71,9 @@ def client_picture(
 ) -> Picture:
     """Who holds what: images per client, and below the share of them that carries each label.
 
-    Args:
-        sizes: ``(K,)`` images per client.
-        shares: Share of the images that carry each label, a row for each client or group of
-            clients, largest first (see :func:`fedharmony.partition.report.label_shares`), or None.
-        order: Order of the labels.
-        labels: Label names.
-        clients: Their names, where they have some; of many clients only the first and last is told.
+    ``shares`` has a row for each client or group of clients, largest first (see
+    :func:`fedharmony.partition.report.label_shares`). Of many named clients only the first and the
+    last is told.
     """
     rows = len(order.index) if shares is not None else 0
     named = 0 < rows <= MOST_NAMED and len(labels) == rows
@@ -102,7 +98,6 @@ def client_picture(
         limit = max(0.05, math.ceil(20 * float(np.max(cells, initial=0.0)) - 1e-9) / 20)
         place = (left, top + bars + 12, width, below)
         drawing.image(svg.sequential(cells, limit), *place)
-        frame(drawing, *place)
         row_names(drawing, names, left - 4, place[1], below / max(rows, 1))
         note += (
             " Cells: share of a client's images that carry the label, from none (blank) to "

@@ -8,7 +8,7 @@ from collections.abc import Sequence
 import numpy as np
 
 from fedharmony.report import svg
-from fedharmony.report.charts import MOST_NAMED, Picture, column_names, frame, row_names
+from fedharmony.report.charts import MOST_NAMED, Picture, column_names, row_names
 from fedharmony.report.load import Runs
 from fedharmony.report.order import LabelOrder, label_order
 from fedharmony.report.panel import Panel, Section, count, panels
@@ -119,13 +119,8 @@ def correlation_map(
 ) -> Picture:
     """A label correlation matrix in the given order, clusters framed, diagonal left blank.
 
-    Args:
-        title: What is drawn.
-        matrix: ``(C, C)`` from :func:`off_diagonal`; nan is hatched.
-        order: Order of rows and columns.
-        labels: Names in the order of the matrix.
-        limit: End of the colour scale on both sides of zero.
-        note: Text beneath the figure.
+    The matrix is from :func:`off_diagonal`: nan is hatched. ``limit`` ends the colour scale on both
+    sides of zero.
     """
     size = len(matrix)
     names = [svg.printable(labels[i], 18) for i in order.index] if len(labels) == size else []
@@ -139,7 +134,6 @@ def correlation_map(
     if len(pixels) == size:  # otherwise each cell on the diagonal holds other pairs, too
         pixels[np.eye(size, dtype=bool)] = 0
     drawing.image(pixels, left, 4, side, side)
-    frame(drawing, left, 4, side, side)
     for first, end in order.clusters:
         length = step * (end - first)
         place = (left + step * first, 4 + step * first, length, length)

@@ -47,10 +47,8 @@ class Curves(Panel):
         if found := series(runs, "round", "train_loss"):
             title = "Training loss"
             if not _comparable(found):
-                found, title = (
-                    [_relative(s) for s in found],
-                    f"{title}, relative to the first round",
-                )
+                found = [_relative(s) for s in found]
+                title += ", relative to the first round"
             pictures.append(curve(title, found, rounds=rounds, zoom=zoom))
         if not pictures:
             return None

@@ -2,8 +2,8 @@
 
 from __future__ import annotations
 
+import textwrap
 from collections.abc import Iterator, Mapping
-from itertools import chain
 
 import numpy as np
 
@@ -89,19 +89,11 @@ def _drawing(
     assert run.scores is not None
     present = np.flatnonzero(run.scores.labels[row] == 1)
     beside = ["There:", *_wrapped([run.classes[i] for i in present], BESIDE)]
-    below = {
-        name: list(
-            chain.from_iterable(
-                _wrapped([run.classes[i] for i in np.flatnonzero(part)], BELOW, word)
-                for word, part in (
-                    ("found", d.found),
-                    ("missed", d.missed),
-                    ("wrong", d.wrong),
-                )
-            )
-        )
-        for name, d in made.items()
-    }
+    below: dict[str, list[str]] = {}
+    for name, d in made.items():
+        for word, part in {"found": d.found, "missed": d.missed, "wrong": d.wrong}.items():
+            named = [run.classes[i] for i in np.flatnonzero(part)]
+            below.setdefault(name, []).extend(_wrapped(named, BELOW, word))
     lines = sum(len(texts) for texts in below.values()) + 0.4 * len(below)
     drawing = Drawing(SIDE + 12 + LINE * lines)
     drawing.photo(image, 0, 0, SIDE, SIDE)
@@ -123,18 +115,13 @@ def _drawing(
 def _wrapped(names: list[str], letters: int, word: str = "") -> list[str]:
     """Names with commas between them, in lines of so many letters; nothing for no names.
 
-    >>> _wrapped(["cat", "dog", "cow"], 12, "found")
-    ['found: cat,', 'dog, cow']
+    >>> _wrapped(["cat", "dog", "cow"], 12, "found"), _wrapped(["red 3", "blue 4"], 11)
+    (['found: cat,', 'dog, cow'], ['red 3,', 'blue 4'])
     """
     shown = [svg.printable(name, 24) for name in names[:NAMED]]
     if len(names) > NAMED:
         shown.append(f"{len(names) - NAMED} more")
-    lines: list[str] = []
-    current = f"{word}: " if word else ""
-    for i, name in enumerate(shown):
-        piece = name + ("," if i + 1 < len(shown) else "")
-        if current.strip() and len(current) + len(piece) > letters:
-            lines.append(current.strip())
-            current = ""
-        current += f"{piece} "
-    return [*lines, current.strip()] if shown else []
+    text = ", ".join(name.replace(" ", "\xa0") for name in shown)  # names stay whole
+    text = f"{word}: {text}" if word and shown else text
+    lines = textwrap.wrap(text, letters, break_long_words=False, break_on_hyphens=False)
+    return [line.replace("\xa0", " ") for line in lines]

@@ -7,17 +7,16 @@ from collections.abc import Mapping, Sequence
 import numpy as np
 
 from fedharmony.report import svg
-from fedharmony.report.charts import Picture, x_axis, y_axis
+from fedharmony.report.charts import Picture, percent_axes
 from fedharmony.report.load import Runs, RunView
 from fedharmony.report.measures import Bools, Trade, decide, trade
 from fedharmony.report.panel import Panel, Section, legend, panels, styles
-from fedharmony.report.svg import Drawing, Scale, Style
+from fedharmony.report.svg import Style
 
 #: Positives that a label needs for a curve of its own.
 LEAST = 5
 #: Points of a curve.
 MOST_POINTS = 200
-TICKS = (0, 20, 40, 60, 80, 100)
 
 
 @panels.register("precision-recall")
@@ -63,10 +62,7 @@ def _picture(
     looks: Mapping[str, Style],
     note: str = "",
 ) -> Picture:
-    drawing, bottom = Drawing(250), 214.0
-    up, across = Scale(-2, 102, bottom, 6), Scale(-2, 102, 38, svg.WIDTH - 14)
-    y_axis(drawing, up, across.start, across.end, TICKS)
-    x_axis(drawing, across, bottom, TICKS, "recall, %")
+    drawing, up, across = percent_axes("recall, %")
     for name, run in runs.items():
         curve = _trade(run, label)
         points = [

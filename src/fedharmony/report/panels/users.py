@@ -6,11 +6,10 @@ import statistics
 from collections.abc import Mapping
 
 from fedharmony.report import svg
-from fedharmony.report.charts import Picture, x_axis, y_axis
+from fedharmony.report.charts import Picture, percent_axes
 from fedharmony.report.load import Runs
 from fedharmony.report.measures import worst_decile
 from fedharmony.report.panel import Panel, Section, legend, panels, styles
-from fedharmony.report.svg import Drawing, Scale
 
 #: Users that are named.
 WORST = 5
@@ -42,11 +41,9 @@ class Users(Panel):
         if not found:
             return None
         looks, facts = styles(runs), []
-        drawing, bottom = Drawing(250), 214.0
-        up, across = Scale(-2, 102, bottom, 6), Scale(-2, 102, 38, svg.WIDTH - 14)
-        y_axis(drawing, up, across.start, across.end, (0, 20, 40, 60, 80, 100))
-        x_axis(drawing, across, bottom, (0, 20, 40, 60, 80, 100), "users, % of all")
-        drawing.line([(across(10), 6), (across(10), bottom)], svg.MUTED, 1, svg.DOTTED.dashes)
+        drawing, up, across = percent_axes("users, % of all")
+        ends = [(across(10), up.end), (across(10), up.start)]
+        drawing.line(ends, svg.MUTED, 1, svg.DOTTED.dashes)
         for name, by_user in found.items():
             values = list(by_user.values())
             last = max(len(values) - 1, 1)
