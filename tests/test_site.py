@@ -331,7 +331,7 @@ def test_units_keep_two_users_apart(site: Path) -> None:
     assert "PrivateNetwork=yes" in worker
     assert "UMask=0077" in worker
     assert "User=relay" in relay
-    assert f'socket="{site.parent / "worker.sock"}"' in relay
+    assert f"--socket {site.parent / 'worker.sock'}" in relay
     assert str(site) not in relay  # nor anything else of the data
 
 

@@ -109,6 +109,29 @@ def serve(file: File) -> None:
 
 
 @site_app.command()
+def relay(
+    superlink: Annotated[str, typer.Option(help="Host and port of the federation.")],
+    ca: Annotated[Path, typer.Option(callback=usable, help="The federation's ca.crt.")],
+    key: Annotated[Path, typer.Option(callback=usable, help="The site's private key.")],
+    socket: Annotated[
+        Path, typer.Option(callback=usable, help="The worker's socket, as site.toml says.")
+    ] = Path("worker.sock"),
+) -> None:
+    """Carry messages between the federation and the site's worker until stopped.
+
+    Needs no right but to use the worker's socket. Runs nothing that the federation sends.
+    """
+    os.environ |= {"FLWR_TELEMETRY_ENABLED": "0", "FLWR_DISABLE_UPDATE_CHECK": "1"}
+    try:
+        from fedharmony.flower import node
+    except ImportError:
+        raise ConfigError(
+            "A relay needs Flower. Install it with pip install 'fedharmony[flower]'."
+        ) from None
+    node.serve(superlink, ca, key, str(socket))
+
+
+@site_app.command()
 def status(file: File) -> None:
     """Ask the site's worker how it is."""
     from fedharmony.site.parcel import STATUS, Parcel, ask

@@ -13,7 +13,7 @@ from fedharmony.site.parcel import Parcel
 
 #: Least and most seconds between looks for replies; those before a site that could not answer is
 #: asked again.
-POLL_S, MOST_S, AGAIN_S = 0.3, 3.0, 3.0
+POLL_S, MOST_S, AGAIN_S = 0.1, 1.0, 3.0
 
 
 class Post(Protocol):
@@ -33,7 +33,7 @@ def pause(since: float | None = None, again: bool = False) -> None:
     """Wait before the next look, or (``again``) before a site is asked again.
 
     A tenth of the time that has passed ``since``, within bounds: a look costs both sides, and a
-    site that trains for minutes is not missed for seconds.
+    site that trains for minutes is not missed for a second.
     """
     waited = 0.0 if since is None else time.monotonic() - since
     time.sleep(AGAIN_S if again else max(POLL_S, min(waited / 10, MOST_S)))

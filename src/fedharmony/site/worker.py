@@ -231,7 +231,7 @@ class Worker:
         measured, more = self._ridden(run, question, message)
         (answer,) = run.federation.transport.exchange(stage, round, {client: message})
         logger.info(
-            "Round %d, %s: %s images in %.1f s.",
+            "Round %d, %s: %s images in %.2f s.",
             *(round + 1, stage.name, f"{self.images:,}", time.perf_counter() - began),
         )
         if not isinstance(answer, Reply):
