@@ -185,18 +185,18 @@ def test_a_second_server_on_the_folder_is_refused(home: Any, tmp_path: Path) -> 
 
 
 def broken(found: Parcel) -> Parcel:
-    parts = {**found.parts, "whole": b"no tensors"}
+    parts = {**found.parts, "own": b"no tensors"}
     return Parcel(found.kind, found.words, parts)
 
 
 def with_params(found: Parcel, change: Any) -> Parcel:
     """An answer whose model is another one; one to an enrolment has none."""
-    if "whole" not in found.parts:
+    if "own" not in found.parts:
         return found
-    record = from_bytes(found.parts["whole"])
+    record = from_bytes(found.parts["own"])
     params = {name: change(tensor) for name, tensor in record.get("params").items()}
     data = to_bytes(record.replace({"params": params}))
-    return Parcel(found.kind, found.words, {**found.parts, "whole": data})
+    return Parcel(found.kind, found.words, {**found.parts, "own": data})
 
 
 def unknown_numbers(found: Parcel) -> Parcel:
@@ -253,7 +253,7 @@ def test_a_model_is_packed_once_for_all_sites(home: Any, tmp_path: Path) -> None
     settings = settings_of(home, "federation.cohort=3", "run.method=fedharmony")
     server.start(settings, RunFolder(tmp_path / "run"), nobody, post, TERMS)
     asked = [p for _, p in post.log if p.kind == "stage" and p.words["round"] == 2]
-    assert len({id(p.parts["params"]) for p in asked}) == 1
+    assert len({id(p.parts["shared"]) for p in asked}) == 1
     assert len(asked) == 3
 
 
@@ -592,8 +592,11 @@ def test_sites_that_measure_nothing_are_left_out(home: Any, tmp_path: Path) -> N
 
     def nonsense(question: Parcel) -> Parcel:
         found = ben.answer(question)
-        parts = {name: part for name, part in found.parts.items() if name != "measured"}
-        return Parcel(found.kind, found.words, parts)
+        if "own" not in found.parts:
+            return found
+        groups = from_bytes(found.parts["own"]).groups
+        kept = {name: group for name, group in groups.items() if name != "measured"}
+        return Parcel(found.kind, found.words, {"own": to_bytes(Record(kept))})
 
     post.instead[1001] = nonsense
     results = server.start(settings_of(home, *AT_SITES), folder, nobody, post, TERMS)

@@ -44,8 +44,9 @@ class Handler(BaseHTTPRequestHandler):
 
     def setup(self) -> None:
         """One connection to the SuperLink for each that a site has here."""
+        host, port = self.server.inner
         self.inner = http.client.HTTPSConnection(
-            *self.server.inner, timeout=SILENCE_S, context=self.server.trust
+            host, port, timeout=SILENCE_S, context=self.server.trust
         )
         super().setup()
 

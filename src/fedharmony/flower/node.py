@@ -52,7 +52,8 @@ def serve(superlink: str, authority: Path, key: Path, socket: str) -> None:
             if (found := receive()) is None:
                 pause(since)
             else:
-                carry(line, *found, socket)
+                head, tree = found
+                carry(line, head, tree, socket)
                 since = time.monotonic()
 
 

@@ -13,6 +13,7 @@ import time
 from collections.abc import Callable, Iterator, Mapping
 from dataclasses import dataclass, replace
 from pathlib import Path
+from typing import Any
 
 from flwr.app import Context
 from flwr.serverapp import Grid, ServerApp
@@ -30,7 +31,7 @@ from fedharmony.flower.post import Post, collect, pause
 from fedharmony.flower.wire import GridPost
 from fedharmony.methods.base import Method, Stage
 from fedharmony.site.parcel import REPLY, STAGE, Parcel
-from fedharmony.site.records import Packer, record_of
+from fedharmony.site.records import parcels, record_of
 from fedharmony.types import Failure, Record, Reply
 
 #: Seconds that Ray has to start its nodes, and that an exchange may take.
@@ -59,13 +60,11 @@ class Simulated:
         self, stage: Stage, round: int, messages: Mapping[int, Record]
     ) -> Iterator[Reply | Failure]:
         """One message per client; answers in the order of the messages."""
-        nodes, packer = self._nodes(), Packer()
-        node_of = dict(zip(sorted(self.sizes), nodes, strict=False))
+        node_of = dict(zip(sorted(self.sizes), self._nodes(), strict=False))
         client_at = {node_of[k]: k for k in messages}
-        parcels = {
-            node_of[k]: self._parcel(stage, round, k, m, packer) for k, m in messages.items()
-        }
-        answers = {client_at[n]: a for n, a in collect(self.post, parcels, EXCHANGE_S)}
+        said = {node_of[k]: self._said(stage, round, k, m) for k, m in messages.items()}
+        found = collect(self.post, parcels(STAGE, said), EXCHANGE_S)
+        answers = {client_at[node]: answer for node, answer in found}
         for client in messages:
             yield self._answer(stage, round, client, answers[client])
 
@@ -80,9 +79,10 @@ class Simulated:
             pause()
         return nodes
 
-    def _parcel(
-        self, stage: Stage, round: int, client: int, message: Record, packer: Packer
-    ) -> Parcel:
+    def _said(
+        self, stage: Stage, round: int, client: int, message: Record
+    ) -> tuple[dict[str, Any], Record]:
+        """Words and record for a client, with what it keeps."""
         words = {
             "folder": str(self.folder),
             "stage": stage.name,
@@ -90,8 +90,7 @@ class Simulated:
             "client": client,
             "scalars": dict(message.scalars),
         }
-        kept = Record({GROUP: self.memory.read(client, before=round)})
-        return Parcel(STAGE, words, packer.parts(message) | Packer().parts(kept))
+        return words, message.replace({GROUP: self.memory.read(client, before=round)})
 
     def _answer(
         self, stage: Stage, round: int, client: int, answer: Parcel | str

@@ -17,7 +17,7 @@ from fedharmony.experiments.machine import switch_torch
 from fedharmony.flower.wire import content_of, parcel_of
 from fedharmony.reading import user_path
 from fedharmony.site.parcel import FAILED, REPLY, Parcel
-from fedharmony.site.records import record_of, whole
+from fedharmony.site.records import pack, record_of
 from fedharmony.types import Record, Reply
 
 app = ClientApp()
@@ -61,4 +61,4 @@ def work(question: Parcel) -> Parcel:
         return Parcel(FAILED, {"reason": answer.reason})
     found = {"examples": answer.examples, "finite": answer.finite is not False}
     scalars = {"scalars": dict(answer.record.scalars)}
-    return Parcel(REPLY, {**found, **scalars}, whole(answer.record))
+    return Parcel(REPLY, {**found, **scalars}, *pack([answer.record]))

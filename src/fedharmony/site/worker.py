@@ -44,7 +44,7 @@ from fedharmony.files import sole_writer
 from fedharmony.methods.base import Stage
 from fedharmony.models.base import InputSpec
 from fedharmony.partition.base import Partition
-from fedharmony.site.measure import MEASURED, Question, measure
+from fedharmony.site.measure import MEASURED, Question, measure, without
 from fedharmony.site.parcel import (
     ENROL,
     FAILED,
@@ -59,7 +59,7 @@ from fedharmony.site.parcel import (
     send,
 )
 from fedharmony.site.policy import accepted
-from fedharmony.site.records import record_of, whole
+from fedharmony.site.records import pack, record_of
 from fedharmony.site.settings import SiteSettings
 from fedharmony.types import FROZEN, Record, Reply
 
@@ -136,7 +136,8 @@ class Worker:
                 return self._stage(question)
             if question.kind == MEASURE:
                 run = self._open(_mapping(question.words, "run"))
-                return Parcel(REPLY, *self._measure(run, question, Record()))
+                said, found = self._measure(run, question.words, record_of(question.parts, {}))
+                return Parcel(REPLY, said, *pack([found]))
             raise PolicyError(f"a site is not asked for {question.kind!r}")
         except (PolicyError, ConfigError, DataError) as error:
             logger.warning("Refused: %s.", str(error).rstrip("."))
@@ -226,10 +227,9 @@ class Worker:
         # What the server never heard has not happened; what is older it will not ask for.
         run.memory.rewind(heard + 1)
         run.memory.commit(round)
-        own = {n: p for n, p in question.parts.items() if not n.startswith(f"{MEASURED}.")}
-        message = record_of(own, _mapping(words, "scalars")).to(self.device)
-        measured, more = self._ridden(run, question, message)
-        (answer,) = run.federation.transport.exchange(stage, round, {client: message})
+        message = record_of(question.parts, _mapping(words, "scalars")).to(self.device)
+        measured, more = self._ridden(run, words, message)
+        (answer,) = run.federation.transport.exchange(stage, round, {client: without(message)})
         logger.info(
             "Round %d, %s: %s images in %.2f s.",
             *(round + 1, stage.name, f"{self.images:,}", time.perf_counter() - began),
@@ -237,29 +237,29 @@ class Worker:
         if not isinstance(answer, Reply):
             return Parcel(FAILED, {"reason": answer.reason})
         found = {"examples": answer.examples, "saved": answer.saved, **measured}
-        parts = whole(answer.record) | more
+        (parts,) = pack([answer.record.replace(more.groups)])
         return Parcel(REPLY, {**found, "scalars": dict(answer.record.scalars)}, parts)
 
     def _ridden(
-        self, run: RunAtSite, question: Parcel, message: Record
-    ) -> tuple[dict[str, Any], dict[str, bytes]]:
+        self, run: RunAtSite, words: Mapping[str, Any], message: Record
+    ) -> tuple[dict[str, Any], Record]:
         """The answer to a measurement that rides on a stage; it never spoils the stage."""
-        if MEASURED not in question.words:
-            return {}, {}
+        if MEASURED not in words:
+            return {}, Record()
         try:
-            words, parts = self._measure(run, question, message)
+            said, found = self._measure(run, words, message)
         except FedHarmonyError as error:
-            words, parts = {"reason": str(error)}, {}
+            said, found = {"reason": str(error)}, Record()
         except Exception as error:
             logger.exception("A model could not be measured.")
-            words, parts = {"reason": f"{type(error).__name__}: {error}"}, {}
-        return {MEASURED: words}, parts
+            said, found = {"reason": f"{type(error).__name__}: {error}"}, Record()
+        return {MEASURED: said}, found
 
     def _measure(
-        self, run: RunAtSite, question: Parcel, message: Record
-    ) -> tuple[dict[str, Any], dict[str, bytes]]:
+        self, run: RunAtSite, words: Mapping[str, Any], message: Record
+    ) -> tuple[dict[str, Any], Record]:
         """What the test images of this site say of a model."""
-        asked, policy = Question.of(question.words, question.parts, message), self.settings.policy
+        asked, policy = Question.of(words, message), self.settings.policy
         return measure(run.plan, self._here.test, asked, policy, self.device)
 
     def _open(self, about: Mapping[str, Any]) -> RunAtSite:
