@@ -5,13 +5,14 @@ from __future__ import annotations
 import shlex
 from collections.abc import Callable
 from pathlib import Path
-from typing import TYPE_CHECKING, Annotated, Any
+from typing import TYPE_CHECKING, Annotated
 
 import typer
 from rich.table import Table
 
 from fedharmony.cli_data import usable
-from fedharmony.cli_options import ConfigArgument, Overrides
+from fedharmony.cli_options import ConfigArgument, Overrides, Quiet
+from fedharmony.cli_report import show_folder
 from fedharmony.errors import ConfigError, Stopped
 from fedharmony.report.progress import Progress
 from fedharmony.terminal import console, say
@@ -36,7 +37,6 @@ Wait = Annotated[float, typer.Option("--wait", min=0, help="Seconds to wait for 
 Limit = Annotated[
     float, typer.Option("--limit", min=1, help="Seconds a site has to answer in an exchange.")
 ]
-Quiet = Annotated[bool, typer.Option("--quiet", "-q", metavar="", help="Print only the result.")]
 HOME = Path("federation")
 
 
@@ -186,33 +186,6 @@ def resume(
     _follow(lambda: link.order(None, folder, least, wait, limit, least), folder, quiet)
 
 
-@flower_app.command()
-def simulate(
-    config: ConfigArgument,
-    overrides: Overrides = None,
-    *,
-    out: Annotated[
-        Path, typer.Option("--out", "-o", callback=usable, help="Folder for what the run writes.")
-    ],
-    cpus: Annotated[int, typer.Option(min=1, help="CPUs of each of Ray's processes.")] = 1,
-    gpus: Annotated[float, typer.Option(min=0, help="GPUs of each.")] = 0.0,
-    quiet: Quiet = False,
-) -> None:
-    """Simulate a federation on Flower's simulation engine (Ray), with the results of `run`.
-
-    For those whose cluster is Ray; on one machine `fedharmony run` is far faster.
-    """
-    from fedharmony.experiments.folder import RunFolder
-    from fedharmony.experiments.settings import load_settings
-    from fedharmony.flower import simulated
-
-    settings, folder = load_settings(config, overrides or []), RunFolder(out)
-    folder.refuse_if_taken(settings)
-    with Progress(quiet=quiet) as progress:
-        simulated.start(settings, folder, progress, cpus, gpus)
-    _show(out, quiet)
-
-
 def _follow(order: Callable[[], Ordered], folder: Path, quiet: bool) -> None:
     """Show a run until it ends, then its table and report; Ctrl-C ends the run, too."""
     with Progress(quiet=quiet) as progress:
@@ -224,17 +197,4 @@ def _follow(order: Callable[[], Ordered], folder: Path, quiet: bool) -> None:
             again = f"fedharmony flower resume {shlex.quote(str(folder))}"
             say(f"\nStopped. Every finished round is saved; go on with\n  {again}", err=True)
             raise typer.Exit(getattr(stop, "code", 130)) from None
-    _show(folder, quiet)
-
-
-def _show(folder: Path, quiet: bool) -> None:
-    """The table of a run that is complete, and its report."""
-    from fedharmony.report.load import load
-    from fedharmony.report.page import write_report
-    from fedharmony.report.tables import table_of
-
-    runs: Any = load(folder)
-    page, screen = write_report(runs), console()
-    screen.print(table_of(runs).to_rich(screen.width))
-    if not quiet:
-        screen.print(f"Report: {page}", soft_wrap=True)
+    show_folder(folder, quiet)

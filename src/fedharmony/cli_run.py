@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import ExitStack, contextmanager
 from dataclasses import dataclass
 from pathlib import Path
@@ -40,6 +40,8 @@ from fedharmony.terminal import console, say
 
 if TYPE_CHECKING:
     from fedharmony.experiments.compare import Planned
+    from fedharmony.experiments.evaluate import Results
+    from fedharmony.experiments.folder import RunFolder
     from fedharmony.experiments.jobs import Workers
     from fedharmony.experiments.settings import Settings
 
@@ -49,6 +51,12 @@ def run(
     overrides: Overrides = None,
     out: Out = None,
     device: Device = None,
+    on: Annotated[
+        str | None,
+        typer.Option(
+            help="`flower-sim`: clients work in Ray's processes, for those with a Ray cluster."
+        ),
+    ] = None,
     quiet: Quiet = False,
     dry_run: DryRun = False,
     plugin: Plugins = None,
@@ -61,7 +69,7 @@ def run(
     one JSON line per event, a checkpoint after every round, results and report.
     """
     settings = settings_of(config, overrides, device, plugin)
-    from fedharmony.experiments import run as runs
+    start = _start(on)
     from fedharmony.experiments.folder import RunFolder, folder_name
 
     method = folder_name(settings.label)
@@ -71,7 +79,7 @@ def run(
 
         return print_plan(plan_of_run(settings, folder))
     with _progress(quiet or not _leads()) as progress:
-        resumable(folder, lambda: runs.start(settings, RunFolder(folder), progress))
+        resumable(folder, lambda: start(settings, RunFolder(folder), progress))
     if _leads():
         show_folder(folder, quiet)
     return None
@@ -377,6 +385,23 @@ def _compare(
 def _progress(quiet: bool, kind: type[Progress] = Progress) -> Progress:
     """Live progress, and what the parts of a run have to say; quiet, only their warnings."""
     return kind(quiet=hush(quiet))
+
+
+def _start(on: str | None) -> Callable[[Settings, RunFolder, Observer], Results]:
+    """What starts a run on the engine of that name."""
+    if on is None:
+        from fedharmony.experiments import run as runs
+
+        return runs.start
+    if on != "flower-sim":
+        raise ConfigError(f"--on {on}: there is 'flower-sim', and without --on our own engine.")
+    try:
+        from fedharmony.flower import simulated
+    except ImportError:
+        raise ConfigError(
+            "Flower is not installed. Install it with pip install 'fedharmony[flower-sim]'."
+        ) from None
+    return simulated.start
 
 
 def _leads() -> bool:

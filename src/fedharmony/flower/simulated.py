@@ -26,6 +26,7 @@ from fedharmony.experiments import run
 from fedharmony.experiments.build import Assembly, Observer, assemble, contents, draft
 from fedharmony.experiments.evaluate import Results
 from fedharmony.experiments.folder import RunFolder
+from fedharmony.experiments.machine import choose_device, with_threads
 from fedharmony.experiments.settings import Settings
 from fedharmony.flower.post import Post, collect, pause
 from fedharmony.flower.wire import GridPost
@@ -134,10 +135,11 @@ def builder(folder: RunFolder, post: Post) -> run.Build:
     return build
 
 
-def start(
-    settings: Settings, folder: RunFolder, observe: Observer, cpus: int = 1, gpus: float = 0.0
-) -> Results:
-    """A run on Flower's simulation; each of Ray's processes has so many CPUs and GPUs."""
+def start(settings: Settings, folder: RunFolder, observe: Observer) -> Results:
+    """A run on Flower's simulation.
+
+    Each of Ray's processes has as many CPUs as the run has threads, and the GPU of a run on one.
+    """
     refuse_without_ray()
     if settings.federation.central:
         raise ConfigError(
@@ -158,12 +160,15 @@ def start(
 
     server = ServerApp()
     server.main()(main)
-    settings = replace(settings, engine=replace(settings.engine, stack=1))
+    settings = with_threads(replace(settings, engine=replace(settings.engine, stack=1)))
+    folder.refuse_if_taken(settings)
+    gpus = int(choose_device(settings.engine.device).type == "cuda")
+    resources = {"num_cpus": settings.engine.threads, "num_gpus": gpus}
     run_simulation(
         server,
         client_app,
         num_supernodes=len(draft(settings, contents(settings)).clients),
-        backend_config={"client_resources": {"num_cpus": cpus, "num_gpus": gpus}},
+        backend_config={"client_resources": resources},
     )
     if not outcome:
         raise TransportError("Flower's simulation ended before the run did. Look at its log above.")
