@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import http.client
+import itertools
 import json
 import os
 import signal
@@ -15,10 +16,12 @@ import pytest
 
 pytest.importorskip("flwr")
 
+from fedharmony.engine.checkpoint import write_file
 from fedharmony.errors import CheckpointError, ClientLimitError, TransportError
 from fedharmony.experiments import run
 from fedharmony.experiments.folder import RunFolder
 from fedharmony.experiments.settings import load_settings
+from fedharmony.flower import link
 from fedharmony.flower.link import Ordered
 from fedharmony.site.keys import make_key
 from sites import site_file
@@ -27,6 +30,9 @@ from superlink import Federation, federation, wait_for
 pytestmark = pytest.mark.skipif(
     os.environ.get("FEDHARMONY_FLOWER") != "1", reason="takes minutes; set FEDHARMONY_FLOWER=1"
 )
+#: Of a round, in order: before messages go out, while sites work on them, after the first answer,
+#: after all of them, and while the checkpoint is written and takes its place.
+MOMENTS = ("push", "wait", "answer", "answers", "write", "replace")
 SAME = ("state_sha256", "metrics", "structure")
 
 
@@ -50,39 +56,49 @@ def server_of(ordered: Ordered) -> int:
     return int(json.loads(file.read_bytes())["pid"])
 
 
-def test_killed_servers_and_superlinks_leave_runs_that_go_on_to_the_same_bits(
-    tmp_path: Path,
+def at(there: Federation, round: int, moment: str, pid: int) -> Path:
+    """Have the server kill a process (0 is itself) at a moment of a round."""
+    file = there.folder / "kill.json"
+    write_file(file, json.dumps({"round": round, "moment": moment, "pid": pid}).encode())
+    return file
+
+
+@pytest.mark.parametrize("victim", ["server", "SuperLink"])
+def test_killed_at_every_moment_of_every_round_runs_go_on_to_the_same_bits(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, victim: str
 ) -> None:
-    """FedCurv, whose clients keep something: the server dies in one round, the SuperLink later."""
-    changes = ("run.method=fedcurv", "run.rounds=4")
+    """FedCurv, whose clients keep something; one kill after the other in the same run."""
+    changes = ("run.method=fedcurv", "run.rounds=3")
+    monkeypatch.setenv("FEDHARMONY_KILL", str(tmp_path / "kill.json"))
+    monkeypatch.setattr(link, "APP", link.APP.replace("fedharmony.flower.server_app", "killed_app"))
+    killed = 0
     with federation(tmp_path) as there:
-        out, folder = tmp_path / "run", RunFolder(tmp_path / "run")
-        first = order(there, out, *changes)
-        wait_for(lambda: len(rounds(folder)) == 1)
+        out = tmp_path / "run"
+        for round, moment in itertools.product(range(3), MOMENTS):
+            pid = (there.link.pid or 0) if victim == "SuperLink" else 0
+            file = at(there, round, moment, pid)
+            resume = (out / "roster.json").exists()
+            ordered = order(there, out, *changes, resume=resume)
+            if victim == "server":
+                with pytest.raises(CheckpointError, match="it was killed"):
+                    ordered.follow(nobody)
+            else:
+                with pytest.raises(TransportError, match="has ended"):
+                    ordered.follow(nobody)
+                there.link.up("127.0.0.1", there.port, there.inner)
+            assert not file.exists()
+            killed += 1
+            print(f"{time.monotonic():.0f} {victim} killed: round {round}, {moment}", flush=True)
+        again = order(there, out, resume=True)
         second = order(there, out, resume=True)
         with pytest.raises(CheckpointError, match="is being written by process"):
             second.follow(nobody)
-        os.kill(server_of(first), signal.SIGKILL)
-        with pytest.raises(CheckpointError, match="it was killed"):
-            first.follow(nobody)
-        done = len(rounds(folder))
-        third = order(there, out, resume=True)
-        wait_for(lambda: len(rounds(folder)) == done + 1)
-        killed = there.link.pid
-        assert killed is not None
-        os.kill(killed, signal.SIGKILL)
-        wait_for(lambda: there.link.pid is None)
-        with pytest.raises(TransportError, match="has ended"):
-            third.follow(nobody)
-        there.link.up("127.0.0.1", there.port, there.inner)
-        for name in ("ada", "ben", "cy"):  # as systemd would, where a SuperNode has given up
-            if there.processes[f"node-{name}"].poll() is not None:
-                there.start_node(name)
-        order(there, out, resume=True).follow(nobody)
+        again.follow(nobody)
     settings = load_settings("demo", [*there.changes, *changes])
     expected = run.start(settings, RunFolder(tmp_path / "simulated"), nobody)
     found = json.loads((out / "results.json").read_bytes())
     assert {k: found[k] for k in SAME} == {k: expected[k] for k in SAME}
+    assert killed == 3 * len(MOMENTS)
 
 
 def test_a_killed_node_ends_a_round_within_90_seconds_and_is_used_again(tmp_path: Path) -> None:
