@@ -224,9 +224,10 @@ def test_paths_are_relative_to_the_file(site: Path, monkeypatch: pytest.MonkeyPa
 
 
 def test_the_template_is_a_site_file(site: Path) -> None:
-    text = TEMPLATE.format(name='"ada"', classes=list(CLASSES), path='"."')
+    text = TEMPLATE.format(name='"ada"', classes=list(CLASSES), path='"."', image_size=16)
     site.write_text(text)
-    assert load_site(site).policy == Policy("all", (), 1)
+    found = load_site(site)
+    assert (found.policy, found.data.own.image_size) == (Policy("all", (), 1), 16)
 
 
 def test_a_worker_answers_at_its_socket_and_survives_bad_guests(site: Path) -> None:

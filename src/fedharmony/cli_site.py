@@ -33,6 +33,9 @@ def init(
         str, typer.Option(help="The federation's labels in their order, separated by commas.")
     ],
     data: Annotated[Path, typer.Option(callback=usable, help="Folder with table and images.")],
+    image_size: Annotated[
+        int, typer.Option(min=1, help="Pixels of a side of the federation's images.")
+    ] = 224,
     out: Annotated[
         Path, typer.Option("--out", "-o", callback=usable, help="Where to write the settings.")
     ] = Path("site.toml"),
@@ -50,7 +53,8 @@ def init(
     labels = [label.strip() for label in classes.split(",") if label.strip()]
     if not labels:
         raise ConfigError("--classes names no label. The operator of the federation has the list.")
-    words = {"name": name, "classes": labels, "path": str(data.absolute())}
+    folder = str(data.absolute())
+    words = {"name": name, "classes": labels, "path": folder, "image_size": image_size}
     text = TEMPLATE.format(**{k: json.dumps(v, ensure_ascii=False) for k, v in words.items()})
     write_file(out, text.encode())
     say(f"Wrote {out}. Complete [labels] and [policy], then:\n  fedharmony site check {out}")

@@ -106,7 +106,8 @@ class Link:
         return {**os.environ, **own, "PATH": programs}
 
     def certify(self, hosts: Sequence[str]) -> None:
-        """Make the certificates of the SuperLink."""
+        """Make the certificates of the SuperLink, in a folder of the operator's alone."""
+        self.home.mkdir(mode=0o700, parents=True, exist_ok=True)
         make_certificates(self.certificates, hosts)
 
     def up(self, host: str, port: int, control_port: int) -> None:
