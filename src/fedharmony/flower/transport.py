@@ -8,7 +8,7 @@ from dataclasses import dataclass, field
 from typing import Any
 
 from fedharmony.errors import TransportError
-from fedharmony.flower.post import Post, collect, pause
+from fedharmony.flower.post import Post, collect
 from fedharmony.flower.roster import Roster
 from fedharmony.methods.base import Stage
 from fedharmony.site.measure import MEASURED, Question, without
@@ -61,19 +61,15 @@ class Sites:
             if k not in reasons
         }
         client_at = {node_of[k]: k for k in messages}
-        numbers = self.post.push(parcels(STAGE, said), self.limit_s)
-        waiting = {client_at[node]: number for number, node in numbers.items()}
-        since = time.monotonic()
+        late: dict[int, str] = {}
+        arriving = collect(self.post, parcels(STAGE, said), self.limit_s, late)
         answers: dict[int, Parcel | str] = dict(reasons)
         for client in messages:
             while client not in answers:
-                self._pull(waiting, answers)
-                if client in answers:
-                    break
-                if time.monotonic() > since + self.limit_s or client not in waiting:
-                    answers[client] = self._late(client, waiting)
-                else:
-                    pause(since)
+                node, answer = next(arriving)
+                answers[client_at[node]] = answer
+                if node in late:
+                    self._owing[client_at[node]] = late[node], time.monotonic() + self.limit_s
             yield self._answer(stage, round, client, answers.pop(client))
 
     def _said(
@@ -102,20 +98,6 @@ class Sites:
                 client_at[node] = client
         answers = collect(self.post, parcels(MEASURE, said), self.limit_s)
         return {client_at[node]: answer for node, answer in answers}
-
-    def _pull(self, waiting: dict[int, str], answers: dict[int, Parcel | str]) -> None:
-        """Take the answers that have come."""
-        client_of = {number: client for client, number in waiting.items()}
-        for number, answer in self.post.pull(list(client_of)).items():
-            if (client := client_of.pop(number, None)) is not None:
-                answers[client] = answer
-                del waiting[client]
-
-    def _late(self, client: int, waiting: dict[int, str]) -> str:
-        if client not in waiting:
-            return "its message could not be sent"
-        self._owing[client] = waiting.pop(client), time.monotonic() + self.limit_s
-        return f"no answer within {self.limit_s:g} seconds"
 
     def _unable(self, messages: Mapping[int, Record], node_of: Mapping[int, int]) -> dict[int, str]:
         """Why some sites cannot be asked now: they are offline, or still owe an answer."""
