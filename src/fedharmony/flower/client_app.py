@@ -10,9 +10,8 @@ from __future__ import annotations
 from flwr.app import Context, Message
 from flwr.clientapp import ClientApp
 
-from fedharmony.errors import FedHarmonyError
 from fedharmony.flower.wire import content_of, parcel_of
-from fedharmony.site.parcel import FAILED, Parcel, ask
+from fedharmony.site.parcel import ask, failed
 
 app = ClientApp()
 
@@ -27,8 +26,6 @@ def relayed(message: Message, socket: str) -> Message:
     """Ask the worker; whatever happens there is a reply, for a missing one blocks a SuperNode."""
     try:
         answer = ask(socket, parcel_of(message.content), message.metadata.ttl)
-    except FedHarmonyError as error:
-        answer = Parcel(FAILED, {"reason": str(error)})
     except Exception as error:
-        answer = Parcel(FAILED, {"reason": f"{type(error).__name__}: {error}"})
+        answer = failed(error)
     return Message(content_of(answer), reply_to=message)

@@ -69,10 +69,7 @@ class Link:
 
     @property
     def _about(self) -> dict[str, Any]:
-        try:
-            return dict(json.loads((self.home / "link.json").read_bytes()))
-        except (OSError, ValueError):
-            return {}
+        return _read_json(self.home / "link.json")
 
     @property
     def _started(self) -> list[tuple[int, str]]:
@@ -208,10 +205,7 @@ class Link:
 
     def _names(self) -> dict[str, str]:
         """The names of the nodes that were registered here; Flower lists numbers alone."""
-        try:
-            return dict(json.loads((self.home / "sites.json").read_bytes()))
-        except (OSError, ValueError):
-            return {}
+        return _read_json(self.home / "sites.json")
 
     # -- runs --------------------------------------------------------------------------------------
 
@@ -300,11 +294,8 @@ class Ordered:
 
     def _server_lives(self) -> bool | None:
         """Whether the server's process runs; None before it began."""
-        try:
-            found = json.loads(self.outcome.with_name(SERVER).read_bytes())
-        except (OSError, ValueError):
-            return None
-        return bool(began(found["pid"]) == found["began"])
+        found = _read_json(self.outcome.with_name(SERVER))
+        return began(found["pid"]) == found["began"] if found else None
 
     def _refuse_never_begun(self) -> None:
         """Find out about a server that Flower could not start."""
@@ -331,6 +322,14 @@ def program(name: str) -> str:
             "pip install 'fedharmony[flower]'."
         )
     return found
+
+
+def _read_json(file: Path) -> dict[str, Any]:
+    """What a file of ours says; nothing where there is none, or where it is broken."""
+    try:
+        return dict(json.loads(file.read_bytes()))
+    except (OSError, ValueError):
+        return {}
 
 
 def _alive(pid: int) -> bool:

@@ -16,7 +16,7 @@ from fedharmony.experiments.folder import RunFolder
 from fedharmony.experiments.machine import switch_torch
 from fedharmony.flower.wire import content_of, parcel_of
 from fedharmony.reading import user_path
-from fedharmony.site.parcel import FAILED, REPLY, Parcel
+from fedharmony.site.parcel import FAILED, REPLY, Parcel, failed
 from fedharmony.site.records import pack, record_of
 from fedharmony.types import Record, Reply
 
@@ -29,7 +29,7 @@ def carry_out(message: Message, context: Context) -> Message:
     try:
         answer = work(parcel_of(message.content))
     except Exception as error:
-        answer = Parcel(FAILED, {"reason": f"{type(error).__name__}: {error}"})
+        answer = failed(error)
     return Message(content_of(answer), reply_to=message)
 
 

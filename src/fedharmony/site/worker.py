@@ -14,8 +14,8 @@ import logging
 import re
 import socket
 import time
-from collections.abc import Mapping
-from contextlib import suppress
+from collections.abc import Iterator, Mapping
+from contextlib import contextmanager, suppress
 from dataclasses import dataclass, replace
 from functools import cached_property
 from pathlib import Path
@@ -28,13 +28,7 @@ from fedharmony.data.base import DataSet, datasets
 from fedharmony.engine.checkpoint import digest, write_file
 from fedharmony.engine.federation import Federation
 from fedharmony.engine.memory import ClientMemory
-from fedharmony.errors import (
-    ConfigError,
-    DataError,
-    FedHarmonyError,
-    PolicyError,
-    TransportError,
-)
+from fedharmony.errors import ConfigError, DataError, FedHarmonyError, PolicyError, TransportError
 from fedharmony.experiments.binding import Binding, bind, changed
 from fedharmony.experiments.blueprint import Blueprint, Facts, blueprint
 from fedharmony.experiments.build import Assembly, on_device
@@ -54,6 +48,7 @@ from fedharmony.site.parcel import (
     STAGE,
     STATUS,
     Parcel,
+    failed,
     hear_out,
     receive,
     send,
@@ -142,12 +137,9 @@ class Worker:
         except (PolicyError, ConfigError, DataError) as error:
             logger.warning("Refused: %s.", str(error).rstrip("."))
             return Parcel(REFUSED, {"reason": str(error)})
-        except FedHarmonyError as error:
-            logger.error("Failed: %s", error)
-            return Parcel(FAILED, {"reason": str(error)})
         except Exception as error:
             logger.exception("A question could not be answered.")
-            return Parcel(FAILED, {"reason": f"{type(error).__name__}: {error}"})
+            return failed(error)
 
     def _status(self) -> dict[str, Any]:
         return {
@@ -248,11 +240,10 @@ class Worker:
             return {}, Record()
         try:
             said, found = self._measure(run, words, message)
-        except FedHarmonyError as error:
-            said, found = {"reason": str(error)}, Record()
         except Exception as error:
-            logger.exception("A model could not be measured.")
-            said, found = {"reason": f"{type(error).__name__}: {error}"}, Record()
+            known = isinstance(error, FedHarmonyError)
+            logger.warning("A model could not be measured: %s", error, exc_info=not known)
+            said, found = dict(failed(error).words), Record()
         return {MEASURED: said}, found
 
     def _measure(
@@ -350,45 +341,35 @@ def _converse(worker: Worker, stream: socket.socket, limit: int) -> None:
         logger.warning("A question or its answer broke off: %s.", error)
 
 
-class listening:  # noqa: N801 (used like a function)
+@contextmanager
+def listening(place: Path) -> Iterator[socket.socket]:
     """A Unix socket that listens; gone afterwards.
 
     A socket that nobody answers at is what a dead worker left behind, and is replaced.
     """
-
-    def __init__(self, place: Path) -> None:
-        self._place = place
-
-    def __enter__(self) -> socket.socket:
-        self._refuse_second()
-        stream = socket.socket(socket.AF_UNIX, socket.SOCK_STREAM)
+    with socket.socket(socket.AF_UNIX, socket.SOCK_STREAM) as other, suppress(OSError):
+        other.connect(str(place))
+        raise TransportError(
+            f"Another worker answers at {place} already. Stop it, or give this site a socket of "
+            "its own (site.socket)."
+        )
+    if place.is_socket():
+        place.unlink()
+    with socket.socket(socket.AF_UNIX, socket.SOCK_STREAM) as stream:
         try:
-            stream.bind(str(self._place))
+            stream.bind(str(place))
             # Whoever may use the socket is of the worker's group: the relay.
-            self._place.chmod(0o660)
+            place.chmod(0o660)
             stream.listen(1)
         except OSError as error:
-            stream.close()
             raise TransportError(
-                f"Cannot listen at {self._place}: {error.strerror or error}. Set site.socket to a "
-                "place where this user may create files."
+                f"Cannot listen at {place}: {error.strerror or error}. Set site.socket to a place "
+                "where this user may create files."
             ) from None
-        self._stream = stream
-        return stream
-
-    def __exit__(self, *error: object) -> None:
-        self._stream.close()
-        self._place.unlink(missing_ok=True)
-
-    def _refuse_second(self) -> None:
-        with socket.socket(socket.AF_UNIX, socket.SOCK_STREAM) as stream, suppress(OSError):
-            stream.connect(str(self._place))
-            raise TransportError(
-                f"Another worker answers at {self._place} already. Stop it, or give this site a "
-                "socket of its own (site.socket)."
-            )
-        if self._place.is_socket():
-            self._place.unlink()
+        try:
+            yield stream
+        finally:
+            place.unlink(missing_ok=True)
 
 
 # -- words -----------------------------------------------------------------------------------------
