@@ -9,6 +9,7 @@ import json
 import subprocess
 import sys
 from collections.abc import Iterator
+from contextlib import contextmanager, suppress
 from pathlib import Path
 from typing import Any
 
@@ -163,6 +164,32 @@ def test_a_node_says_what_is_wrong_with_its_files(tmp_path: Path) -> None:
     make_key(key)
     with pytest.raises(ConfigError, match=r"no file .*ca\.crt\. The operator"):
         node.serve("127.0.0.1:1", tmp_path / "ca.crt", key, "worker.sock")
+
+
+@pytest.mark.parametrize("let_in", [True, False])
+def test_a_node_that_is_not_let_in_or_thrown_out_says_so(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, let_in: bool
+) -> None:
+    """Flower ends the program of a node that it does not know, and swallows what breaks later."""
+
+    @contextmanager
+    def connection(*words: object) -> Iterator[Any]:
+        if not let_in:
+            raise SystemExit(1)
+        with suppress(OSError):
+            yield 7, broken, None, None, None, None, None, None
+
+    def broken() -> None:
+        raise OSError
+
+    monkeypatch.setattr(node, "http_request_response", connection)
+    make_key(tmp_path / "a.key")
+    (tmp_path / "ca.crt").write_text("")
+    reason = (
+        "has ended.*Start the relay again" if let_in else r"not let .*a\.key\.pub is registered"
+    )
+    with pytest.raises(TransportError, match=reason):
+        node.serve("127.0.0.1:1", tmp_path / "ca.crt", tmp_path / "a.key", "worker.sock")
 
 
 # -- a real federation ----------------------------------------------------------------------------

@@ -26,7 +26,7 @@ from flwr.supercore.inflatable.inflatable_utils import (
 from flwr.supercore.run import RunNotRunningException
 from flwr.supernode.fleet_http_connection import http_request_response
 
-from fedharmony.errors import ConfigError
+from fedharmony.errors import ConfigError, TransportError
 from fedharmony.flower.client_app import relayed
 from fedharmony.flower.post import pause
 from fedharmony.flower.wire import PATIENCE
@@ -45,16 +45,26 @@ def serve(superlink: str, authority: Path, key: Path, socket: str) -> None:
     """
     private = _key(key)
     keys = private, private.public_key()
-    with http_request_response(superlink, False, _file(authority), keys) as line:
-        logger.info("Node %d of %s answers for the worker at %s.", line[0], superlink, socket)
-        receive, since = line[1], time.monotonic()
-        while True:
-            if (found := receive()) is None:
-                pause(since)
-            else:
-                head, tree = found
-                carry(line, head, tree, socket)
-                since = time.monotonic()
+    try:
+        with http_request_response(superlink, False, _file(authority), keys) as line:
+            logger.info("Node %d of %s answers for the worker at %s.", line[0], superlink, socket)
+            receive, since = line[1], time.monotonic()
+            while True:
+                if (found := receive()) is None:
+                    pause(since)
+                else:
+                    head, tree = found
+                    carry(line, head, tree, socket)
+                    since = time.monotonic()
+    except SystemExit:
+        raise TransportError(
+            f"The federation at {superlink} does not let this relay in; Flower says why above. "
+            f"Check that {key}.pub is registered there, that {authority} is its ca.crt, and that "
+            "no other relay has this key (after a kill Flower waits a minute for the old one)."
+        ) from None
+    raise TransportError(
+        f"The connection to {superlink} has ended; Flower says why above. Start the relay again."
+    )
 
 
 def carry(line: Any, head: Message, tree: Any, socket: str) -> None:
