@@ -16,6 +16,7 @@ from fedharmony.experiments import run
 from fedharmony.experiments.folder import RunFolder
 from fedharmony.experiments.settings import load_settings
 from fedharmony.flower import post as posts
+from fedharmony.flower import roster as rosters
 from fedharmony.flower import server
 from fedharmony.flower.roster import Terms
 from fedharmony.methods.base import methods
@@ -38,6 +39,7 @@ def home(tmp_path_factory: pytest.TempPathFactory) -> Any:
         patch.setenv("FEDHARMONY_CACHE", str(folder / "cache"))
         patch.setattr(posts, "POLL_S", 0.0)
         patch.setattr(posts, "AGAIN_S", 0.0)
+        patch.setattr(rosters, "REJOIN_S", 0.0)
         threads = torch.get_num_threads()
         yield folder, draw_sites(folder / "data")
         torch.set_num_threads(threads)
@@ -139,6 +141,35 @@ def test_a_run_cut_short_goes_on_to_the_same_bits(home: Any, tmp_path: Path, whe
     again = Memory(workers(home[0] / "data") if where == "worker" else sites, seed=5)
     found = server.resume(folder, nobody, again, TERMS)
     assert {k: found[k] for k in SAME} == {k: expected[k] for k in SAME}
+
+
+def test_a_resumed_run_waits_for_all_of_its_sites(
+    home: Any, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Relays come back one after the other; a run that begins without ada draws other cohorts."""
+    settings, sites = settings_of(home, "run.rounds=6"), workers(home[0] / "data")
+    expected = run.start(settings, RunFolder(tmp_path / "simulated"), nobody)
+
+    class Returning(Memory):
+        """Ada comes back when others have been looked for a few times."""
+
+        def nodes(self) -> dict[int, str]:
+            looks.append(None)
+            if len(looks) == 5:
+                self.offline.clear()
+            return super().nodes()
+
+    found = {}
+    for waits in (5.0, 0.0):
+        monkeypatch.setattr(rosters, "REJOIN_S", waits)
+        looks: list[None] = []
+        folder = RunFolder(tmp_path / f"waits-{waits}")
+        with pytest.raises(KeyboardInterrupt):
+            server.start(settings, folder, over_rounds(after_0=stop), Memory(sites), TERMS)
+        post = Returning(sites)
+        post.offline = {1000}
+        found[waits] = server.resume(folder, nobody, post, replace(TERMS, least=2))["state_sha256"]
+    assert found[5.0] == expected["state_sha256"] != found[0.0]
 
 
 def test_a_site_forgets_what_the_server_never_heard(home: Any, tmp_path: Path) -> None:
