@@ -6,6 +6,7 @@ Skipped where Flower is not installed.
 from __future__ import annotations
 
 import json
+import os
 import subprocess
 import sys
 from collections.abc import Iterator
@@ -71,10 +72,14 @@ def test_other_messages_are_no_parcels(content: RecordDict) -> None:
         parcel_of(content)
 
 
-def test_the_relay_needs_no_torch() -> None:
-    code = "import sys, fedharmony.flower.client_app; print('torch' in sys.modules)"
-    done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=True)
-    assert done.stdout.strip() == "False"
+def test_the_relay_needs_no_torch_and_sends_nothing_home() -> None:
+    code = (
+        "import sys, fedharmony.flower.node; from flwr.supercore import telemetry;"
+        "print('torch' in sys.modules, telemetry.FLWR_TELEMETRY_ENABLED)"
+    )
+    bare = {key: value for key, value in os.environ.items() if not key.startswith("FLWR")}
+    done = subprocess.run([sys.executable, "-c", code], capture_output=True, env=bare, check=True)
+    assert done.stdout.split() == [b"False", b"0"]
 
 
 # -- a site's node -------------------------------------------------------------------------------

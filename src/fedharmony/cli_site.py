@@ -125,7 +125,6 @@ def relay(
 
     Needs no right but to use the worker's socket. Runs nothing that the federation sends.
     """
-    os.environ |= {"FLWR_TELEMETRY_ENABLED": "0", "FLWR_DISABLE_UPDATE_CHECK": "1"}
     try:
         from fedharmony.flower import node
     except ImportError:

@@ -93,14 +93,8 @@ class Link:
     @property
     def environment(self) -> dict[str, str]:
         """Variables of Flower's commands."""
-        own = {
-            "FLWR_HOME": str(self.home / "flwr"),
-            "FLWR_TELEMETRY_ENABLED": "0",
-            "FLWR_DISABLE_UPDATE_CHECK": "1",
-            "FLWR_DISABLE_RUNTIME_DEPENDENCY_INSTALLATION": "1",
-        }
         programs = f"{Path(sys.executable).parent}{os.pathsep}{os.environ.get('PATH', '')}"
-        return {**os.environ, **own, "PATH": programs}
+        return {**os.environ, "FLWR_HOME": str(self.home / "flwr"), "PATH": programs}
 
     def certify(self, hosts: Sequence[str]) -> None:
         """Make the certificates of the SuperLink, in a folder of the operator's alone."""
