@@ -1,12 +1,16 @@
 """Kills a command at each of its file operations, repeats it, and compares what there is then.
 
-    python tests/kill_points.py run|compare|tune|prepare|reproduce [--every N] [--at NAME]...
+    python tests/kill_points.py run|compare|tune|prepare|reproduce|sites [--every N] [--at NAME]...
 
 Every operation that changes a file or folder of ours (make, open for writing, truncate, force to
 the disk, rename, remove) is a point. A process is forked from this one, which has imported
 everything already, and gets SIGKILL *before* its n-th operation; where data are forced to the disk,
 once more with half of what was written missing. The same command then has to end well, in the same
 bits, and leave nothing over. ``tests/test_kill_points.py`` tries a few points of each command.
+
+``sites`` is the server of a run over three sites, whose workers live on and keep what clients keep:
+there every step of its messages is a point as well, before they go out, while sites work on them,
+and after each answer.
 """
 
 from __future__ import annotations
@@ -19,14 +23,18 @@ import json
 import os
 import shutil
 import signal
+import socket
 import sys
 import tempfile
+import time
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
 import numpy as np
 from PIL import Image
+
+from sites import SIZES, SMALL, draw_sites, site_file
 
 TINY = [
     *("data.train=30", "data.test=12", "split.clients=3", "split.name=iid", "split.gamma="),
@@ -49,6 +57,7 @@ COMMANDS = {
         *("format=columns", "-q"),
     ],
     "reproduce": ["reproduce", "fig1", "theorem2", "--out", "out", "--quiet"],
+    "sites": [],  # no command: Flower would start the server
 }
 #: Audit events of operations that change something, and which of their arguments are paths.
 CHANGES = {
@@ -105,6 +114,12 @@ class Counter:
         elif event in CHANGES:
             self._change(event, *(arguments[i] for i in CHANGES[event][:1]))
 
+    def moment(self, name: str) -> None:
+        """A point that changes no file."""
+        self.seen.append(name)
+        if len(self.seen) - 1 == self.deadly:
+            os.kill(os.getpid(), signal.SIGKILL)
+
     def _change(self, what: str, path: Any, file: int | None = None) -> None:
         if not isinstance(path, str | bytes | os.PathLike):
             return
@@ -121,6 +136,76 @@ class Counter:
             self._sizes[place] = Path(place).stat().st_size
 
 
+class Sockets:
+    """A post to workers that outlive the server: its messages are on their way when it dies."""
+
+    def __init__(self, sites: Path, counter: Counter) -> None:
+        self.places = {i: sites / name / "worker.sock" for i, name in enumerate(SIZES)}
+        self.counter, self.streams = counter, dict[str, socket.socket]()
+
+    def nodes(self) -> dict[int, str]:
+        return dict(enumerate(SIZES))
+
+    def push(self, parcels: Any, ttl_s: float) -> dict[str, int]:
+        from fedharmony.site.parcel import send
+
+        numbers = {}
+        for node, parcel in parcels.items():
+            what = f"{parcel.kind} {parcel.words.get('round', '')}".strip()
+            self.counter.moment(f"push {what} to {node}")
+            stream = socket.socket(socket.AF_UNIX, socket.SOCK_STREAM)
+            stream.connect(str(self.places[node]))
+            send(stream, parcel)
+            number = f"{what} from {node}, {len(self.streams)}"
+            self.streams[number], numbers[number] = stream, node
+        return numbers
+
+    def pull(self, numbers: Any) -> dict[str, Any]:
+        from fedharmony.site.parcel import receive
+
+        number = min(numbers)
+        self.counter.moment(f"wait {number}")
+        answer = receive(self.streams[number])
+        self.streams[number].close()
+        self.counter.moment(f"answer {number}")
+        return {number: answer}
+
+
+def serve_sites(folder: Path) -> list[int]:
+    """Three sites with workers, each in a process of its own."""
+    from fedharmony.site.parcel import STATUS, Parcel, ask
+    from fedharmony.site.settings import load_site
+    from fedharmony.site.worker import Worker, serve
+
+    draw_sites(folder)
+    children = []
+    for name in SIZES:
+        file = site_file(folder, name)
+        if (child := os.fork()) == 0:
+            with (folder / f"{name}.log").open("w") as log:
+                os.dup2(log.fileno(), 1)
+                os.dup2(log.fileno(), 2)
+                serve(Worker(load_site(file)))
+        children.append(child)
+        while True:
+            with contextlib.suppress(Exception):
+                ask(folder / name / "worker.sock", Parcel(STATUS), 10.0)
+                break
+            time.sleep(0.05)
+    return children
+
+
+def run_over_sites(sites: Path, counter: Counter) -> None:
+    """The server of a run; FedCurv, whose clients keep something, two of three in a round."""
+    from fedharmony.experiments.folder import RunFolder
+    from fedharmony.experiments.settings import load_settings
+    from fedharmony.flower.roster import Terms
+    from fedharmony.flower.server import start
+
+    settings = load_settings("demo", [*SMALL, f"data.path={sites}", "run.method=fedcurv"])
+    start(settings, RunFolder(Path("out")), lambda event: None, Sockets(sites, counter), Terms(3))
+
+
 def warm_up() -> None:
     """Import all that the commands use, so that a fork has it; start no thread."""
     os.environ["OMP_NUM_THREADS"] = "1"
@@ -133,7 +218,9 @@ def warm_up() -> None:
     import fedharmony.cli_data
     import fedharmony.data.table
     import fedharmony.experiments.tune
+    import fedharmony.flower.server
     import fedharmony.report.page
+    import fedharmony.site.worker
     from fedharmony.methods.base import methods
     from fedharmony.paper import output, scale
     from fedharmony.paper.item import all_items
@@ -177,7 +264,10 @@ def _command(name: str, counter: Counter, place: Path) -> int:
     counter.install()
     try:
         with contextlib.redirect_stdout(text), contextlib.redirect_stderr(text):
-            main()
+            if name == "sites":
+                run_over_sites(place.parent / "sites", counter)
+            else:
+                main()
     except SystemExit as end:
         if end.code:
             (place.parent / "said.txt").write_text(text.getvalue())
@@ -187,24 +277,32 @@ def _command(name: str, counter: Counter, place: Path) -> int:
 
 def snapshot(place: Path) -> dict[str, str]:
     """All files and folders, with what must be the same in them every time."""
-    return {
+    found = {
         path.relative_to(place).as_posix(): _identity(path)
         for path in sorted(place.rglob("*"))
         if path.name != ".lock"  # of the image cache; it stays
     }
+    roster = place / "out" / "roster.json"
+    if roster.exists():  # with what the sites keep of this run
+        number = json.loads(roster.read_bytes())["run"]
+        for memory in sorted((place.parent / "sites").glob(f"*/memory/{number}")):
+            found |= {f"{memory.parts[-3]} {k}": v for k, v in snapshot(memory).items()}
+    return found
 
 
 def _identity(path: Path) -> str:
     """A file's content, less times and places."""
     if path.is_dir():
         return "folder"
+    if path.name == "roster.json":
+        return str(json.loads(path.read_text())["sites"])
     if path.name == "events.jsonl":
         events = [json.loads(line) for line in path.read_text().splitlines()]
         return str([(e["event"], e["round"]) for e in events if "round" in e])
     if path.name == "results.json":
         found = json.loads(path.read_text())
         return str([v for k, v in sorted(found.items()) if "seconds" not in k])
-    if path.name == "checkpoint.safetensors":
+    if path.name == "checkpoint.safetensors" or path.stem.isdecimal():  # a client's memory
         from fedharmony.engine.checkpoint import digest, load_record
         from fedharmony.types import Record
 
@@ -219,11 +317,18 @@ class Trial:
 
     def __init__(self, name: str, folder: Path) -> None:
         self.name, self.folder = name, folder
+        self.sites = serve_sites(folder / "sites") if name == "sites" else []
         place = self._place()
         status, self.changes = forked(place, name, Counter(place))
         assert status == 0, self._said()
         self.whole = snapshot(place)
         shutil.rmtree(place)
+
+    def close(self) -> None:
+        """End the workers of sites."""
+        for child in self.sites:
+            os.kill(child, signal.SIGKILL)
+            os.waitpid(child, 0)
 
     @property
     def points(self) -> list[tuple[int, bool]]:
@@ -282,8 +387,8 @@ def main() -> None:
     )
     arguments = parser.parse_args()
     warm_up()
-    with tempfile.TemporaryDirectory() as folder:
-        trial = Trial(arguments.command, Path(folder))
+    with contextlib.ExitStack() as held, tempfile.TemporaryDirectory() as folder:
+        trial = held.enter_context(contextlib.closing(Trial(arguments.command, Path(folder))))
         points = trial.points[:: arguments.every]
         if arguments.at:
             points = [trial.named(name) for name in arguments.at]

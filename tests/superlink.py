@@ -8,7 +8,7 @@ import socket
 import subprocess
 import sys
 import time
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Collection, Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass, field
 from pathlib import Path
@@ -73,14 +73,23 @@ class Federation:
         serve = (sys.executable, "-m", "fedharmony", "site", "serve", str(file))
         return self.start(f"worker-{name}", *serve)
 
-    def start_node(self, name: str, key: Path | None = None) -> subprocess.Popen[bytes]:
-        key = key or self.folder / f"{name}.key"
+    def start_node(
+        self, name: str, key: Path | None = None, flowers_own: bool = False
+    ) -> subprocess.Popen[bytes]:
+        """The node of a site: our relay, or Flower's own SuperNode."""
+        gate, ca = f"127.0.0.1:{self.port}", str(self.link.certificates / "ca.crt")
+        private = str(key or self.folder / f"{name}.key")
+        socket = self.folder / "data" / name / "worker.sock"
+        if flowers_own:
+            return self.start(
+                f"node-{name}",
+                *(program("flower-supernode"), "--superlink", gate, "--root-certificates", ca),
+                *("--auth-supernode-private-key", private, "--port", str(free_port())),
+                *("--node-config", f'socket="{socket}"'),
+            )
+        relay = (sys.executable, "-m", "fedharmony", "site", "relay", "--superlink", gate)
         return self.start(
-            f"node-{name}",
-            *(program("flower-supernode"), "--superlink", f"127.0.0.1:{self.port}"),
-            *("--root-certificates", str(self.link.certificates / "ca.crt")),
-            *("--auth-supernode-private-key", str(key), "--port", str(free_port())),
-            *("--node-config", f'socket="{self.folder / "data" / name / "worker.sock"}"'),
+            f"node-{name}", *relay, "--ca", ca, "--key", private, "--socket", str(socket)
         )
 
     def end(self, name: str, kind: signal.Signals = signal.SIGTERM) -> None:
@@ -97,8 +106,8 @@ class Federation:
 
 
 @contextmanager
-def federation(folder: Path) -> Iterator[Federation]:
-    """A federation that is up, and gone afterwards."""
+def federation(folder: Path, flowers_own: Collection[str] = ()) -> Iterator[Federation]:
+    """A federation that is up, and gone afterwards; some sites with Flower's own SuperNode."""
     with pytest.MonkeyPatch.context() as patch:
         patch.setenv("FEDHARMONY_CACHE", str(folder / "cache"))
         patch.setenv("PYTHONPATH", os.pathsep.join(filter(None, sys.path)))
@@ -112,7 +121,7 @@ def federation(folder: Path) -> Iterator[Federation]:
             for name in SIZES:
                 link.register(name, make_key(folder / f"{name}.key"))
                 made.start_worker(name)
-                made.start_node(name)
+                made.start_node(name, flowers_own=name in flowers_own)
             yield made
         finally:
             for name in list(made.processes):

@@ -5,10 +5,11 @@ from __future__ import annotations
 import http.client
 import ssl
 import threading
+import time
 from collections.abc import Iterator
 from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
 from pathlib import Path
-from typing import Any
+from typing import Any, ClassVar
 
 import pytest
 
@@ -20,8 +21,14 @@ class Inner(BaseHTTPRequestHandler):
     """Stands for the SuperLink: says what it was asked."""
 
     protocol_version = "HTTP/1.1"
+    connections: ClassVar[list[Any]] = []
+
+    def setup(self) -> None:
+        self.connections.append(self.client_address)
+        super().setup()
 
     def do_POST(self) -> None:
+        self.close_connection = self.path == "/v1/fleet/hang-up"
         body = self.rfile.read(int(self.headers["Content-Length"]))
         said = f"{self.path} {self.headers['x-signature']} ".encode() + body
         self.send_response(200)
@@ -71,6 +78,24 @@ def test_the_fleet_api_passes(port: tuple[int, Path]) -> None:
     status, said, headers = ask(port, "/v1/fleet/pull-messages", body=b"\0bytes")
     assert (status, said) == (200, b"/v1/fleet/pull-messages signed \0bytes")
     assert headers["x-answer"] == "yes"
+
+
+def test_a_site_that_keeps_its_connection_needs_one_to_the_superlink(
+    port: tuple[int, Path],
+) -> None:
+    """Unless the SuperLink hangs up, as it does after some seconds of silence."""
+    trust = ssl.create_default_context(cafile=str(port[1] / "ca.crt"))
+    there = http.client.HTTPSConnection("127.0.0.1", port[0], timeout=10, context=trust)
+    found, before = [], len(Inner.connections)
+    for path in ("pull-messages", "pull-messages", "hang-up", "pull-messages"):
+        there.request("POST", f"/v1/fleet/{path}", b"x")
+        answer = there.getresponse()
+        answer.read()
+        found.append((answer.status, len(Inner.connections) - before))
+        if path == "hang-up":
+            time.sleep(0.1)
+    there.close()
+    assert found == [(200, 1), (200, 1), (200, 1), (200, 2)]
 
 
 @pytest.mark.parametrize(

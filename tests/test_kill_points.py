@@ -18,6 +18,7 @@ POINTS = {
     "compare": ["remove out/fedavg/seed-0/.fedharmony-lock"],
     "tune": ["rename out/.tune.json"],
     "prepare": ["torn fsync cache/images"],
+    "sites": ["wait stage 1", "answer stage 1", "torn fsync out/.checkpoint"],
     "reproduce": ["rename out/digits/fig1/.measured.json", "open out/.report.html"],
 }
 

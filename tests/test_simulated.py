@@ -15,11 +15,12 @@ pytest.importorskip("flwr")
 from fedharmony.errors import ConfigError
 from fedharmony.experiments import run
 from fedharmony.experiments.folder import RunFolder
-from fedharmony.experiments.settings import load_settings
+from fedharmony.experiments.settings import Settings, load_settings
 from fedharmony.flower import post as posts
 from fedharmony.flower import simulated
 from fedharmony.flower.simulated_app import opened, work
 from fedharmony.site.parcel import Parcel
+from test_cli import refuse, succeed
 
 SMALL = [
     *("data.train=120", "data.test=40", "split.clients=6", "run.rounds=3", "federation.cohort=3"),
@@ -73,6 +74,27 @@ def test_one_place_needs_no_simulation(tmp_path: Path, monkeypatch: pytest.Monke
     settings = load_settings("demo", ["run.method=fedavg", "federation.central=true"])
     with pytest.raises(ConfigError, match="one place"):
         simulated.start(settings, RunFolder(tmp_path), nobody)
+
+
+def test_the_command_hands_its_run_to_the_simulation(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """An engine that nobody knows is refused, before anything is written."""
+    began: list[tuple[Settings, RunFolder]] = []
+
+    def start(settings: Settings, folder: RunFolder, observe: Any) -> None:
+        began.append((settings, folder))
+        run.start(settings, folder, observe)
+
+    monkeypatch.setattr(simulated, "start", start)
+    monkeypatch.setenv("FEDHARMONY_CACHE", str(tmp_path / "cache"))
+    out = tmp_path / "run"
+    words = ["run", "demo", *SMALL, "run.rounds=1", "run.method=fedavg", "-o", str(out), "--on"]
+    assert "there is 'flower-sim'" in refuse(tmp_path, *words, "flower")
+    assert not out.exists()
+    succeed(tmp_path, *words, "flower-sim")
+    assert [(settings.run.method, folder.path) for settings, folder in began] == [("fedavg", out)]
+    assert (out / "report.html").exists()
 
 
 @pytest.mark.skipif(os.environ.get("FEDHARMONY_FLOWER") != "1", reason="takes a minute")

@@ -36,7 +36,7 @@ from fedharmony.site.keys import make_certificates, make_key
 from fedharmony.site.labels import Vocabulary
 from fedharmony.site.parcel import Parcel, ask, receive, send
 from fedharmony.site.policy import Policy, offered
-from fedharmony.site.records import Packer, record_of
+from fedharmony.site.records import pack, record_of
 from fedharmony.site.settings import TEMPLATE, load_site
 from fedharmony.site.units import units
 from fedharmony.types import Record
@@ -134,15 +134,34 @@ def test_nothing_is_unpickled() -> None:
         record_of({"params": evil}, {})
 
 
-def test_a_part_must_hold_the_group_it_is_named_by() -> None:
-    parts = Packer().parts(Record({"params": {"w": torch.ones(2)}}))
-    with pytest.raises(TransportError, match="is damaged"):
-        record_of({"buffers": parts["params"]}, {})
+def test_a_group_must_not_come_twice() -> None:
+    (parts,) = pack([Record({"params": {"w": torch.ones(2)}})])
+    with pytest.raises(TransportError, match="Two parts of a parcel hold the group 'params'"):
+        record_of({**parts, "more": parts["own"]}, {})
+
+
+def test_what_records_share_is_packed_once_and_all_in_at_most_two_parts() -> None:
+    """Three groups are common to both, two are not: one by its tensors, one by its name."""
+    shared = {name: {"w": torch.ones(2)} for name in ("params", "fisher", "pull")}
+    records = [
+        Record({**shared, "teacher": {"r": torch.full((2,), k)}, f"only{k}": {"a": torch.ones(1)}})
+        for k in (1.0, 2.0)
+    ]
+    one, other = pack(records)
+    assert sorted(one) == ["own", "shared"]
+    assert one["shared"] is other["shared"]
+    for record, parts in zip(records, (one, other), strict=True):
+        found = record_of(parts, {})
+        assert sorted(found.groups) == sorted(record.groups)
+        assert torch.equal(found.get("teacher")["r"], record.get("teacher")["r"])
+    assert pack([Record(shared), Record(shared)])[0].keys() == {"shared"}
+    assert pack([]) == []
 
 
 def test_records_keep_order_bits_and_types() -> None:
     tensors = {"z": torch.tensor([0.1, -0.0]), "a": torch.tensor(3), "m": torch.ones(2, 3).T}
-    found = record_of(Packer().parts(Record({"params": tensors, "buffers": {}})), {"loss": 0.1})
+    (parts,) = pack([Record({"params": tensors, "buffers": {}})])
+    found = record_of(parts, {"loss": 0.1})
     assert list(found.get("params")) == ["z", "a", "m"]
     assert all(torch.equal(found.get("params")[n], t) for n, t in tensors.items())
     assert found.get("params")["a"].dtype == torch.int64
@@ -205,9 +224,10 @@ def test_paths_are_relative_to_the_file(site: Path, monkeypatch: pytest.MonkeyPa
 
 
 def test_the_template_is_a_site_file(site: Path) -> None:
-    text = TEMPLATE.format(name='"ada"', classes=list(CLASSES), path='"."')
+    text = TEMPLATE.format(name='"ada"', classes=list(CLASSES), path='"."', image_size=16)
     site.write_text(text)
-    assert load_site(site).policy == Policy("all", (), 1)
+    found = load_site(site)
+    assert (found.policy, found.data.own.image_size) == (Policy("all", (), 1), 16)
 
 
 def test_a_worker_answers_at_its_socket_and_survives_bad_guests(site: Path) -> None:
@@ -331,7 +351,7 @@ def test_units_keep_two_users_apart(site: Path) -> None:
     assert "PrivateNetwork=yes" in worker
     assert "UMask=0077" in worker
     assert "User=relay" in relay
-    assert f'socket="{site.parent / "worker.sock"}"' in relay
+    assert f"--socket {site.parent / 'worker.sock'}" in relay
     assert str(site) not in relay  # nor anything else of the data
 
 

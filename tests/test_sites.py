@@ -16,6 +16,7 @@ from fedharmony.experiments import run
 from fedharmony.experiments.folder import RunFolder
 from fedharmony.experiments.settings import load_settings
 from fedharmony.flower import post as posts
+from fedharmony.flower import roster as rosters
 from fedharmony.flower import server
 from fedharmony.flower.roster import Terms
 from fedharmony.methods.base import methods
@@ -38,6 +39,7 @@ def home(tmp_path_factory: pytest.TempPathFactory) -> Any:
         patch.setenv("FEDHARMONY_CACHE", str(folder / "cache"))
         patch.setattr(posts, "POLL_S", 0.0)
         patch.setattr(posts, "AGAIN_S", 0.0)
+        patch.setattr(rosters, "REJOIN_S", 0.0)
         threads = torch.get_num_threads()
         yield folder, draw_sites(folder / "data")
         torch.set_num_threads(threads)
@@ -141,6 +143,35 @@ def test_a_run_cut_short_goes_on_to_the_same_bits(home: Any, tmp_path: Path, whe
     assert {k: found[k] for k in SAME} == {k: expected[k] for k in SAME}
 
 
+def test_a_resumed_run_waits_for_all_of_its_sites(
+    home: Any, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Relays come back one after the other; a run that begins without ada draws other cohorts."""
+    settings, sites = settings_of(home, "run.rounds=6"), workers(home[0] / "data")
+    expected = run.start(settings, RunFolder(tmp_path / "simulated"), nobody)
+
+    class Returning(Memory):
+        """Ada comes back when others have been looked for a few times."""
+
+        def nodes(self) -> dict[int, str]:
+            looks.append(None)
+            if len(looks) == 5:
+                self.offline.clear()
+            return super().nodes()
+
+    found = {}
+    for waits in (5.0, 0.0):
+        monkeypatch.setattr(rosters, "REJOIN_S", waits)
+        looks: list[None] = []
+        folder = RunFolder(tmp_path / f"waits-{waits}")
+        with pytest.raises(KeyboardInterrupt):
+            server.start(settings, folder, over_rounds(after_0=stop), Memory(sites), TERMS)
+        post = Returning(sites)
+        post.offline = {1000}
+        found[waits] = server.resume(folder, nobody, post, replace(TERMS, least=2))["state_sha256"]
+    assert found[5.0] == expected["state_sha256"] != found[0.0]
+
+
 def test_a_site_forgets_what_the_server_never_heard(home: Any, tmp_path: Path) -> None:
     """One site trains in round 1 and its answer is lost: it has not taken part, here as there."""
     changes = ["run.method=fedcurv", "federation.cohort=3", "methods.fedcurv.policy=memory"]
@@ -185,18 +216,18 @@ def test_a_second_server_on_the_folder_is_refused(home: Any, tmp_path: Path) -> 
 
 
 def broken(found: Parcel) -> Parcel:
-    parts = {**found.parts, "whole": b"no tensors"}
+    parts = {**found.parts, "own": b"no tensors"}
     return Parcel(found.kind, found.words, parts)
 
 
 def with_params(found: Parcel, change: Any) -> Parcel:
     """An answer whose model is another one; one to an enrolment has none."""
-    if "whole" not in found.parts:
+    if "own" not in found.parts:
         return found
-    record = from_bytes(found.parts["whole"])
+    record = from_bytes(found.parts["own"])
     params = {name: change(tensor) for name, tensor in record.get("params").items()}
     data = to_bytes(record.replace({"params": params}))
-    return Parcel(found.kind, found.words, {**found.parts, "whole": data})
+    return Parcel(found.kind, found.words, {**found.parts, "own": data})
 
 
 def unknown_numbers(found: Parcel) -> Parcel:
@@ -253,7 +284,7 @@ def test_a_model_is_packed_once_for_all_sites(home: Any, tmp_path: Path) -> None
     settings = settings_of(home, "federation.cohort=3", "run.method=fedharmony")
     server.start(settings, RunFolder(tmp_path / "run"), nobody, post, TERMS)
     asked = [p for _, p in post.log if p.kind == "stage" and p.words["round"] == 2]
-    assert len({id(p.parts["params"]) for p in asked}) == 1
+    assert len({id(p.parts["shared"]) for p in asked}) == 1
     assert len(asked) == 3
 
 
@@ -592,8 +623,11 @@ def test_sites_that_measure_nothing_are_left_out(home: Any, tmp_path: Path) -> N
 
     def nonsense(question: Parcel) -> Parcel:
         found = ben.answer(question)
-        parts = {name: part for name, part in found.parts.items() if name != "measured"}
-        return Parcel(found.kind, found.words, parts)
+        if "own" not in found.parts:
+            return found
+        groups = from_bytes(found.parts["own"]).groups
+        kept = {name: group for name, group in groups.items() if name != "measured"}
+        return Parcel(found.kind, found.words, {"own": to_bytes(Record(kept))})
 
     post.instead[1001] = nonsense
     results = server.start(settings_of(home, *AT_SITES), folder, nobody, post, TERMS)

@@ -43,9 +43,6 @@ Wait = Annotated[float, typer.Option("--wait", min=0, help="Seconds to wait for 
 Limit = Annotated[
     float, typer.Option("--limit", min=1, help="Seconds a site has to answer in an exchange.")
 ]
-Out = Annotated[
-    Path, typer.Option("--out", "-o", callback=usable, help="Folder for what the run writes.")
-]
 HOME = Path("federation")
 
 
@@ -146,7 +143,9 @@ def run(
     config: ConfigArgument,
     overrides: Overrides = None,
     *,
-    out: Out,
+    out: Annotated[
+        Path, typer.Option("--out", "-o", callback=usable, help="Folder for what the run writes.")
+    ],
     sites: Sites,
     least: Least = None,
     wait: Wait = 600.0,
@@ -188,30 +187,6 @@ def resume(
         )
     link = _link(home)
     _follow(lambda: link.order(None, folder, least, wait, limit, least), folder, quiet)
-
-
-@flower_app.command()
-def simulate(
-    config: ConfigArgument,
-    overrides: Overrides = None,
-    *,
-    out: Out,
-    cpus: Annotated[int, typer.Option(min=1, help="CPUs of each of Ray's processes.")] = 1,
-    gpus: Annotated[float, typer.Option(min=0, help="GPUs of each.")] = 0.0,
-    quiet: Quiet = False,
-) -> None:
-    """Simulate a federation on Flower's simulation engine (Ray), with the results of `run`.
-
-    For those whose cluster is Ray; on one machine `fedharmony run` is far faster.
-    """
-    from fedharmony.experiments.folder import RunFolder
-    from fedharmony.flower import simulated
-
-    settings, folder = settings_of(config, overrides), RunFolder(out)
-    folder.refuse_if_taken(settings)
-    with Progress(quiet=quiet) as progress:
-        simulated.start(settings, folder, progress, cpus, gpus)
-    show_folder(out, quiet)
 
 
 def _follow(order: Callable[[], Ordered], folder: Path, quiet: bool) -> None:

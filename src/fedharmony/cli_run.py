@@ -40,6 +40,8 @@ from fedharmony.terminal import columns, console, say
 
 if TYPE_CHECKING:
     from fedharmony.experiments.compare import Planned
+    from fedharmony.experiments.evaluate import Results
+    from fedharmony.experiments.folder import RunFolder
     from fedharmony.experiments.jobs import Workers
     from fedharmony.experiments.settings import Settings
     from fedharmony.experiments.sweep import Point
@@ -51,6 +53,12 @@ def run(
     overrides: Overrides = None,
     out: Out = None,
     device: Device = None,
+    on: Annotated[
+        str | None,
+        typer.Option(
+            help="`flower-sim`: clients work in Ray's processes, for those with a Ray cluster."
+        ),
+    ] = None,
     quiet: Quiet = False,
     dry_run: DryRun = False,
     plugin: Plugins = None,
@@ -63,7 +71,7 @@ def run(
     one JSON line per event, a checkpoint after every round, results and report.
     """
     settings = settings_of(config, overrides, device, plugin)
-    from fedharmony.experiments import run as runs
+    start = _start(on)
     from fedharmony.experiments.folder import RunFolder, folder_name
 
     method = folder_name(settings.label)
@@ -72,7 +80,7 @@ def run(
         from fedharmony.experiments.dry_run import plan_of_run
 
         return print_plan(plan_of_run(settings, folder))
-    return _carry_out(folder, quiet, lambda o: runs.start(settings, RunFolder(folder), o))
+    return _carry_out(folder, quiet, lambda o: start(settings, RunFolder(folder), o))
 
 
 def resume(
@@ -95,6 +103,23 @@ def resume(
     if runs.finished(run_folder) is not None and not quiet:
         say(f"{folder} is already complete; nothing to do.", err=True)
     _carry_out(folder, quiet, lambda observe: runs.resume(run_folder, observe, device))
+
+
+def _start(on: str | None) -> Callable[[Settings, RunFolder, Observer], Results]:
+    """What starts a run on the engine of that name."""
+    if on is None:
+        from fedharmony.experiments import run as runs
+
+        return runs.start
+    if on != "flower-sim":
+        raise ConfigError(f"--on {on}: there is 'flower-sim', and without --on our own engine.")
+    try:
+        from fedharmony.flower import simulated
+    except ImportError:
+        raise ConfigError(
+            "Flower is not installed. Install it with pip install 'fedharmony[flower-sim]'."
+        ) from None
+    return simulated.start
 
 
 def _carry_out(folder: Path, quiet: bool, work: Callable[[Observer], object]) -> None:

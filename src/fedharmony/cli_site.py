@@ -34,6 +34,9 @@ def init(
         str, typer.Option(help="The federation's labels in their order, separated by commas.")
     ],
     data: Annotated[Path, typer.Option(callback=usable, help="Folder with table and images.")],
+    image_size: Annotated[
+        int, typer.Option(min=1, help="Pixels of a side of the federation's images.")
+    ] = 224,
     out: Annotated[
         Path, typer.Option("--out", "-o", callback=usable, help="Where to write the settings.")
     ] = Path("site.toml"),
@@ -51,7 +54,8 @@ def init(
     labels = [label.strip() for label in classes.split(",") if label.strip()]
     if not labels:
         raise ConfigError("--classes names no label. The operator of the federation has the list.")
-    words = {"name": name, "classes": labels, "path": str(data.absolute())}
+    folder = str(data.absolute())
+    words = {"name": name, "classes": labels, "path": folder, "image_size": image_size}
     text = TEMPLATE.format(**{k: json.dumps(v, ensure_ascii=False) for k, v in words.items()})
     write_file(out, text.encode())
     say(f"Wrote {out}. Complete [labels] and [policy], then:\n  fedharmony site check {out}")
@@ -106,6 +110,28 @@ def serve(file: File) -> None:
     # Memory and decoded images are the owner's alone; the socket says itself who may use it.
     os.umask(0o077)
     worker.serve(worker.Worker(load_site(file)))
+
+
+@site_app.command()
+def relay(
+    superlink: Annotated[str, typer.Option(help="Host and port of the federation.")],
+    ca: Annotated[Path, typer.Option(callback=usable, help="The federation's ca.crt.")],
+    key: Annotated[Path, typer.Option(callback=usable, help="The site's private key.")],
+    socket: Annotated[
+        Path, typer.Option(callback=usable, help="The worker's socket, as site.toml says.")
+    ] = Path("worker.sock"),
+) -> None:
+    """Carry messages between the federation and the site's worker until stopped.
+
+    Needs no right but to use the worker's socket. Runs nothing that the federation sends.
+    """
+    try:
+        from fedharmony.flower import node
+    except ImportError:
+        raise ConfigError(
+            "A relay needs Flower. Install it with pip install 'fedharmony[flower]'."
+        ) from None
+    node.serve(superlink, ca, key, str(socket))
 
 
 @site_app.command()

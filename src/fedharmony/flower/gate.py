@@ -10,10 +10,10 @@ from __future__ import annotations
 
 import http.client
 import re
+import select
 import socket
 import ssl
 import sys
-from contextlib import closing
 from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
 from pathlib import Path
 from typing import Any
@@ -42,6 +42,19 @@ class Handler(BaseHTTPRequestHandler):
     timeout = SILENCE_S
     server: Gate
 
+    def setup(self) -> None:
+        """One connection to the SuperLink for each that a site has here."""
+        host, port = self.server.inner
+        self.inner = http.client.HTTPSConnection(
+            host, port, timeout=SILENCE_S, context=self.server.trust
+        )
+        super().setup()
+
+    def finish(self) -> None:
+        """Both end together."""
+        self.inner.close()
+        super().finish()
+
     def do_POST(self) -> None:
         """The only kind of request that the Fleet API has."""
         length = self.headers.get("Content-Length", "")
@@ -51,16 +64,14 @@ class Handler(BaseHTTPRequestHandler):
             return self._refuse(413, "The request is too large, or does not say how large it is.")
         body = self.rfile.read(int(length))
         headers = {k: v for k, v in self.headers.items() if k.lower() not in OF_CONNECTION}
-        inner = http.client.HTTPSConnection(
-            *self.server.inner, timeout=SILENCE_S, context=self.server.trust
-        )
-        with closing(inner):
-            try:
-                inner.request("POST", self.path, body, headers)
-                answer = inner.getresponse()
-                data = answer.read()
-            except (OSError, http.client.HTTPException):
-                return self._refuse(502, "The SuperLink does not answer.")
+        try:
+            self._forget_closed()
+            self.inner.request("POST", self.path, body, headers)
+            answer = self.inner.getresponse()
+            data = answer.read()
+        except (OSError, http.client.HTTPException):
+            self.inner.close()
+            return self._refuse(502, "The SuperLink does not answer.")
         self.send_response(answer.status)
         for name, value in answer.getheaders():
             if name.lower() not in OF_CONNECTION | {"date", "server"}:
@@ -69,6 +80,11 @@ class Handler(BaseHTTPRequestHandler):
         self.end_headers()
         self.wfile.write(data)
         return None
+
+    def _forget_closed(self) -> None:
+        """Connect anew where the SuperLink has hung up: there is something to read, its end."""
+        if self.inner.sock is not None and select.select([self.inner.sock], [], [], 0)[0]:
+            self.inner.close()
 
     def _refuse(self, code: int, reason: str) -> None:
         self.close_connection = True

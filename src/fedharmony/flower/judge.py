@@ -73,9 +73,9 @@ class AtSites:
                 if isinstance(answer, str) or answer.kind != REPLY or "reason" in answer.words:
                     raise DataError(answer if isinstance(answer, str) else answer.reason)
                 images = answer.words.get("images")
-                if not isinstance(images, int) or MEASURED not in answer.parts:
+                tensors = record_of(answer.parts, {}).get(MEASURED)
+                if not isinstance(images, int) or not tensors:
                     raise DataError("its answer is not of the form that was asked for")
-                tensors = record_of({MEASURED: answer.parts[MEASURED]}, {}).get(MEASURED)
                 parts[name] = read_part(tensors, images, len(self.plan.facts.classes), options)
             except (DataError, TransportError) as error:
                 self.reasons.append(f"site {name}: {str(error).rstrip('.')}")

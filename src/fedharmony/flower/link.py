@@ -69,10 +69,7 @@ class Link:
 
     @property
     def _about(self) -> dict[str, Any]:
-        try:
-            return dict(json.loads((self.home / "link.json").read_bytes()))
-        except (OSError, ValueError):
-            return {}
+        return _read_json(self.home / "link.json")
 
     @property
     def _started(self) -> list[tuple[int, str]]:
@@ -96,17 +93,12 @@ class Link:
     @property
     def environment(self) -> dict[str, str]:
         """Variables of Flower's commands."""
-        own = {
-            "FLWR_HOME": str(self.home / "flwr"),
-            "FLWR_TELEMETRY_ENABLED": "0",
-            "FLWR_DISABLE_UPDATE_CHECK": "1",
-            "FLWR_DISABLE_RUNTIME_DEPENDENCY_INSTALLATION": "1",
-        }
         programs = f"{Path(sys.executable).parent}{os.pathsep}{os.environ.get('PATH', '')}"
-        return {**os.environ, **own, "PATH": programs}
+        return {**os.environ, "FLWR_HOME": str(self.home / "flwr"), "PATH": programs}
 
     def certify(self, hosts: Sequence[str]) -> None:
-        """Make the certificates of the SuperLink."""
+        """Make the certificates of the SuperLink, in a folder of the operator's alone."""
+        self.home.mkdir(mode=0o700, parents=True, exist_ok=True)
         make_certificates(self.certificates, hosts)
 
     def up(self, host: str, port: int, control_port: int) -> None:
@@ -207,10 +199,7 @@ class Link:
 
     def _names(self) -> dict[str, str]:
         """The names of the nodes that were registered here; Flower lists numbers alone."""
-        try:
-            return dict(json.loads((self.home / "sites.json").read_bytes()))
-        except (OSError, ValueError):
-            return {}
+        return _read_json(self.home / "sites.json")
 
     # -- runs --------------------------------------------------------------------------------------
 
@@ -299,11 +288,8 @@ class Ordered:
 
     def _server_lives(self) -> bool | None:
         """Whether the server's process runs; None before it began."""
-        try:
-            found = json.loads(self.outcome.with_name(SERVER).read_bytes())
-        except (OSError, ValueError):
-            return None
-        return bool(began(found["pid"]) == found["began"])
+        found = _read_json(self.outcome.with_name(SERVER))
+        return began(found["pid"]) == found["began"] if found else None
 
     def _refuse_never_begun(self) -> None:
         """Find out about a server that Flower could not start."""
@@ -330,6 +316,14 @@ def program(name: str) -> str:
             "pip install 'fedharmony[flower]'."
         )
     return found
+
+
+def _read_json(file: Path) -> dict[str, Any]:
+    """What a file of ours says; nothing where there is none, or where it is broken."""
+    try:
+        return dict(json.loads(file.read_bytes()))
+    except (OSError, ValueError):
+        return {}
 
 
 def _alive(pid: int) -> bool:

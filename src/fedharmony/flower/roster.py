@@ -22,8 +22,10 @@ from fedharmony.site.parcel import ENROL, FAILED, REPLY, Parcel
 
 logger = logging.getLogger(__name__)
 
-#: Seconds that a site has to say whether it takes part.
-ENROL_S = 300.0
+#: Seconds that a site has to say whether it takes part; and those in which a resumed run waits for
+#: all of its sites: relays whose SuperLink was away come back one after the other, and with all of
+#: them the rounds draw the cohorts that they would have drawn.
+ENROL_S, REJOIN_S = 300.0, 60.0
 
 
 @dataclass(frozen=True)
@@ -119,6 +121,7 @@ class Roster:
         """Wait until enough sites take part; too few at the end is an error that says why."""
         least = min(self.terms.least, len(self.sites)) if self.sites else self.terms.sites
         until = time.monotonic() + self.terms.wait_s
+        rejoined = time.monotonic() + min(self.terms.wait_s, REJOIN_S)
         while True:
             online, before, failed = self.post.nodes(), len(self.refused), list[str]()
             unmet = sorted(set(online) - set(self.refused) - set(self.nodes.values()))
@@ -127,10 +130,12 @@ class Roster:
                 failed += self._take(node, online.get(node, ""), answer)
             # A site that took part and refuses now has to be looked at, or taken offline.
             members = [node for node in self.refused if online.get(node) in self.sites]
-            if len(self.nodes) >= least and not members:
+            now = time.monotonic()
+            wanted = least if now > rejoined else max(least, len(self.sites))
+            if len(self.nodes) >= wanted and not members:
                 break
             # A refusal is not waited away: the operator should know at once.
-            if len(self.refused) > before or time.monotonic() > until:
+            if len(self.refused) > before or now > until:
                 raise self._too_few(least, online, [*self.refused.values(), *failed])
             pause(again=bool(failed))
         if not self.sites:

@@ -10,10 +10,12 @@ import json
 import logging
 import os
 from dataclasses import asdict, dataclass
+from functools import partial
 from pathlib import Path
 
 from flwr.app import Context
 from flwr.serverapp import Grid, ServerApp
+from flwr.superlink.grid import http_grid
 
 from fedharmony.config import build
 from fedharmony.engine.checkpoint import write_file
@@ -24,10 +26,11 @@ from fedharmony.flower import server
 from fedharmony.flower.link import SERVER, began
 from fedharmony.flower.post import Post
 from fedharmony.flower.roster import Terms
-from fedharmony.flower.wire import GridPost
+from fedharmony.flower.wire import PATIENCE, GridPost
 
 app = ServerApp()
 logger = logging.getLogger(__name__)
+http_grid.pull_objects = partial(http_grid.pull_objects, **PATIENCE)
 
 
 @dataclass(frozen=True)

@@ -13,6 +13,7 @@ import time
 from collections.abc import Callable, Iterator, Mapping
 from dataclasses import dataclass, replace
 from pathlib import Path
+from typing import Any
 
 from flwr.app import Context
 from flwr.serverapp import Grid, ServerApp
@@ -25,12 +26,13 @@ from fedharmony.experiments import run
 from fedharmony.experiments.build import Assembly, Observer, assemble, contents, draft
 from fedharmony.experiments.evaluate import Results
 from fedharmony.experiments.folder import RunFolder
+from fedharmony.experiments.machine import choose_device, with_threads
 from fedharmony.experiments.settings import Settings
 from fedharmony.flower.post import Post, collect, pause
 from fedharmony.flower.wire import GridPost
 from fedharmony.methods.base import Method, Stage
 from fedharmony.site.parcel import REPLY, STAGE, Parcel
-from fedharmony.site.records import Packer, record_of
+from fedharmony.site.records import parcels, record_of
 from fedharmony.types import Failure, Record, Reply
 
 #: Seconds that Ray has to start its nodes, and that an exchange may take.
@@ -59,13 +61,11 @@ class Simulated:
         self, stage: Stage, round: int, messages: Mapping[int, Record]
     ) -> Iterator[Reply | Failure]:
         """One message per client; answers in the order of the messages."""
-        nodes, packer = self._nodes(), Packer()
-        node_of = dict(zip(sorted(self.sizes), nodes, strict=False))
+        node_of = dict(zip(sorted(self.sizes), self._nodes(), strict=False))
         client_at = {node_of[k]: k for k in messages}
-        parcels = {
-            node_of[k]: self._parcel(stage, round, k, m, packer) for k, m in messages.items()
-        }
-        answers = {client_at[n]: a for n, a in collect(self.post, parcels, EXCHANGE_S)}
+        said = {node_of[k]: self._said(stage, round, k, m) for k, m in messages.items()}
+        found = collect(self.post, parcels(STAGE, said), EXCHANGE_S)
+        answers = {client_at[node]: answer for node, answer in found}
         for client in messages:
             yield self._answer(stage, round, client, answers[client])
 
@@ -80,9 +80,10 @@ class Simulated:
             pause()
         return nodes
 
-    def _parcel(
-        self, stage: Stage, round: int, client: int, message: Record, packer: Packer
-    ) -> Parcel:
+    def _said(
+        self, stage: Stage, round: int, client: int, message: Record
+    ) -> tuple[dict[str, Any], Record]:
+        """Words and record for a client, with what it keeps."""
         words = {
             "folder": str(self.folder),
             "stage": stage.name,
@@ -90,8 +91,7 @@ class Simulated:
             "client": client,
             "scalars": dict(message.scalars),
         }
-        kept = Record({GROUP: self.memory.read(client, before=round)})
-        return Parcel(STAGE, words, packer.parts(message) | Packer().parts(kept))
+        return words, message.replace({GROUP: self.memory.read(client, before=round)})
 
     def _answer(
         self, stage: Stage, round: int, client: int, answer: Parcel | str
@@ -135,10 +135,11 @@ def builder(folder: RunFolder, post: Post) -> run.Build:
     return build
 
 
-def start(
-    settings: Settings, folder: RunFolder, observe: Observer, cpus: int = 1, gpus: float = 0.0
-) -> Results:
-    """A run on Flower's simulation; each of Ray's processes has so many CPUs and GPUs."""
+def start(settings: Settings, folder: RunFolder, observe: Observer) -> Results:
+    """A run on Flower's simulation.
+
+    Each of Ray's processes has as many CPUs as the run has threads, and the GPU of a run on one.
+    """
     refuse_without_ray()
     if settings.federation.central:
         raise ConfigError(
@@ -159,12 +160,15 @@ def start(
 
     server = ServerApp()
     server.main()(main)
-    settings = replace(settings, engine=replace(settings.engine, stack=1))
+    settings = with_threads(replace(settings, engine=replace(settings.engine, stack=1)))
+    folder.refuse_if_taken(settings)
+    gpus = int(choose_device(settings.engine.device).type == "cuda")
+    resources = {"num_cpus": settings.engine.threads, "num_gpus": gpus}
     run_simulation(
         server,
         client_app,
         num_supernodes=len(draft(settings, contents(settings)).clients),
-        backend_config={"client_resources": {"num_cpus": cpus, "num_gpus": gpus}},
+        backend_config={"client_resources": resources},
     )
     if not outcome:
         raise TransportError("Flower's simulation ended before the run did. Look at its log above.")

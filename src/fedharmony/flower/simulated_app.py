@@ -16,8 +16,8 @@ from fedharmony.experiments.folder import RunFolder
 from fedharmony.experiments.machine import switch_torch
 from fedharmony.flower.wire import content_of, parcel_of
 from fedharmony.reading import user_path
-from fedharmony.site.parcel import FAILED, REPLY, Parcel
-from fedharmony.site.records import record_of, whole
+from fedharmony.site.parcel import FAILED, REPLY, Parcel, failed
+from fedharmony.site.records import pack, record_of
 from fedharmony.types import Record, Reply
 
 app = ClientApp()
@@ -29,7 +29,7 @@ def carry_out(message: Message, context: Context) -> Message:
     try:
         answer = work(parcel_of(message.content))
     except Exception as error:
-        answer = Parcel(FAILED, {"reason": f"{type(error).__name__}: {error}"})
+        answer = failed(error)
     return Message(content_of(answer), reply_to=message)
 
 
@@ -61,4 +61,4 @@ def work(question: Parcel) -> Parcel:
         return Parcel(FAILED, {"reason": answer.reason})
     found = {"examples": answer.examples, "finite": answer.finite is not False}
     scalars = {"scalars": dict(answer.record.scalars)}
-    return Parcel(REPLY, {**found, **scalars}, whole(answer.record))
+    return Parcel(REPLY, {**found, **scalars}, *pack([answer.record]))

@@ -8,12 +8,12 @@ from dataclasses import dataclass, field
 from typing import Any
 
 from fedharmony.errors import TransportError
-from fedharmony.flower.post import Post, collect, pause
+from fedharmony.flower.post import Post, collect
 from fedharmony.flower.roster import Roster
 from fedharmony.methods.base import Stage
-from fedharmony.site.measure import MEASURED, Question
+from fedharmony.site.measure import MEASURED, Question, without
 from fedharmony.site.parcel import MEASURE, REPLY, STAGE, Parcel
-from fedharmony.site.records import Packer, record_of
+from fedharmony.site.records import pack, parcels, record_of
 from fedharmony.types import Failure, Record, Reply
 
 
@@ -55,31 +55,27 @@ class Sites:
         """Ask every site for the stage of that name; answers in the order of the messages."""
         node_of = {k: self.roster.nodes.get(name, 0) for k, name in self.roster.names.items()}
         reasons = self._unable(messages, node_of)
-        packer = Packer()
-        parcels = {
-            node_of[k]: self._parcel(stage, round, k, message, packer)
+        said = {
+            node_of[k]: self._said(stage, round, k, message)
             for k, message in messages.items()
             if k not in reasons
         }
         client_at = {node_of[k]: k for k in messages}
-        numbers = self.post.push(parcels, self.limit_s)
-        waiting = {client_at[node]: number for number, node in numbers.items()}
-        since = time.monotonic()
+        late: dict[int, str] = {}
+        arriving = collect(self.post, parcels(STAGE, said), self.limit_s, late)
         answers: dict[int, Parcel | str] = dict(reasons)
         for client in messages:
             while client not in answers:
-                self._pull(waiting, answers)
-                if client in answers:
-                    break
-                if time.monotonic() > since + self.limit_s or client not in waiting:
-                    answers[client] = self._late(client, waiting)
-                else:
-                    pause(since)
+                node, answer = next(arriving)
+                answers[client_at[node]] = answer
+                if node in late:
+                    self._owing[client_at[node]] = late[node], time.monotonic() + self.limit_s
             yield self._answer(stage, round, client, answers.pop(client))
 
-    def _parcel(
-        self, stage: Stage, round: int, client: int, message: Record, packer: Packer
-    ) -> Parcel:
+    def _said(
+        self, stage: Stage, round: int, client: int, message: Record
+    ) -> tuple[dict[str, Any], Record]:
+        """Words and record for a site."""
         words = {
             "run": {**self.run, "client": client},
             "stage": stage.name,
@@ -87,37 +83,21 @@ class Sites:
             "heard": self.heard.get(client, -1),
             "scalars": dict(message.scalars),
         }
-        parts = packer.parts(message)
         if stage.train and self.riding is not None:
-            self.riding.put(words, parts, message, packer)
-        return Parcel(STAGE, words, parts)
+            more, message = self.riding.beside(message)
+            words |= more
+        return words, message
 
     def measure(self, question: Question) -> dict[int, Parcel | str]:
         """Ask all sites that are online for a measurement, in an exchange of its own."""
-        online, packer, client_at = self.post.nodes(), Packer(), dict[int, int]()
-        parcels = {}
+        online, said, client_at = self.post.nodes(), {}, dict[int, int]()
+        asked, model = question.beside(Record())
         for client, name in self.roster.names.items():
             if (node := self.roster.nodes.get(name, 0)) in online and client not in self._owing:
-                words: dict[str, Any] = {"run": {**self.run, "client": client}}
-                parts: dict[str, bytes] = {}
-                question.put(words, parts, Record(), packer)
-                parcels[node], client_at[node] = Parcel(MEASURE, words, parts), client
-        answers = collect(self.post, parcels, self.limit_s)
+                said[node] = {"run": {**self.run, "client": client}, **asked}, model
+                client_at[node] = client
+        answers = collect(self.post, parcels(MEASURE, said), self.limit_s)
         return {client_at[node]: answer for node, answer in answers}
-
-    def _pull(self, waiting: dict[int, str], answers: dict[int, Parcel | str]) -> None:
-        """Take the answers that have come."""
-        client_of = {number: client for client, number in waiting.items()}
-        for number, answer in self.post.pull(list(client_of)).items():
-            if (client := client_of.pop(number, None)) is not None:
-                answers[client] = answer
-                del waiting[client]
-
-    def _late(self, client: int, waiting: dict[int, str]) -> str:
-        if client not in waiting:
-            return "its message could not be sent"
-        self._owing[client] = waiting.pop(client), time.monotonic() + self.limit_s
-        return f"no answer within {self.limit_s:g} seconds"
 
     def _unable(self, messages: Mapping[int, Record], node_of: Mapping[int, int]) -> dict[int, str]:
         """Why some sites cannot be asked now: they are offline, or still owe an answer."""
@@ -143,17 +123,17 @@ class Sites:
             return failure(answer)
         if answer.kind != REPLY:
             return failure(answer.reason)
-        if isinstance(told := answer.words.get(MEASURED), dict):
-            own = {name: part for name, part in answer.parts.items() if name == MEASURED}
-            self.measured[client] = Parcel(REPLY, told, own)
         examples, scalars = answer.words.get("examples"), answer.words.get("scalars")
         if not isinstance(examples, int) or not isinstance(scalars, dict) or not _numbers(scalars):
             return failure("its answer is not of the form that was asked for")
         try:
-            own = {name: part for name, part in answer.parts.items() if name != MEASURED}
-            record = record_of(own, scalars)
+            record = record_of(answer.parts, scalars)
         except TransportError as error:
             return failure(str(error))
+        if isinstance(told := answer.words.get(MEASURED), dict):
+            found = Record({MEASURED: record.get(MEASURED)})
+            self.measured[client] = Parcel(REPLY, told, *pack([found]))
+            record = without(record)
         if stage.train:
             self.heard[client] = round
         return Reply(client, examples, record, saved=answer.words.get("saved") is True)

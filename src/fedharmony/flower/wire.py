@@ -25,6 +25,9 @@ if TYPE_CHECKING:
 PARTS, ABOUT = "parts", "about"
 #: What Flower is told the bytes of an array are.
 KIND_OF_BYTES = "safetensors"
+#: A message is announced before its parts are there. Flower asks again for a part after one second,
+#: then two; we so soon, and no less often than every second, for as long.
+PATIENCE = {"initial_backoff": 0.1, "backoff_cap": 1.0, "max_tries_per_object": None}
 
 
 def content_of(parcel: Parcel) -> RecordDict:

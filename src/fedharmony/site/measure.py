@@ -18,11 +18,11 @@ from fedharmony.experiments.blueprint import Blueprint
 from fedharmony.experiments.scorer import Scorer
 from fedharmony.metrics.parts import part_of
 from fedharmony.site.policy import Policy
-from fedharmony.site.records import Packer, record_of
 from fedharmony.types import BUFFERS, FROZEN, PARAMS, Record
 
-#: Name of the words, and beginning of the names of the parts.
+#: Name of the words and of the answer's group, and beginning of the names of a question's groups.
 MEASURED = "measured"
+BEGIN = f"{MEASURED}."
 #: Groups of what a method's normalisation reads have names of their own.
 GIVEN = "given."
 
@@ -44,29 +44,27 @@ class Question:
     model: Record
     threshold: float
 
-    def put(
-        self, words: dict[str, Any], parts: dict[str, bytes], message: Record, packer: Packer
-    ) -> None:
-        """Add the question to what a site is sent; groups that the message has are not repeated."""
+    def beside(self, message: Record) -> tuple[dict[str, Any], Record]:
+        """Words for a site, and the message with what the question needs beyond its groups."""
         same = [g for g, tensors in self.model.groups.items() if message.get(g) is tensors]
-        own = {g: t for g, t in self.model.groups.items() if g not in same}
-        renamed = Record({f"{MEASURED}.{group}": tensors for group, tensors in own.items()})
-        parts |= packer.parts(renamed)
-        words[MEASURED] = {
-            "same": same,
-            "scalars": dict(self.model.scalars),
-            "threshold": self.threshold,
-        }
+        more = {f"{BEGIN}{g}": t for g, t in self.model.groups.items() if g not in same}
+        words = {"same": same, "scalars": dict(self.model.scalars), "threshold": self.threshold}
+        return {MEASURED: words}, message.replace(more)
 
     @classmethod
-    def of(cls, words: Mapping[str, Any], parts: Mapping[str, bytes], message: Record) -> Question:
-        """The question behind :meth:`put`."""
+    def of(cls, words: Mapping[str, Any], message: Record) -> Question:
+        """The question behind :meth:`beside`."""
         said = words[MEASURED]
-        begin = f"{MEASURED}."
-        own = record_of({n: part for n, part in parts.items() if n.startswith(begin)}, {})
-        groups = {name.removeprefix(begin): tensors for name, tensors in own.groups.items()}
+        own = {g: t for g, t in message.groups.items() if g.startswith(BEGIN)}
+        groups = {name.removeprefix(BEGIN): tensors for name, tensors in own.items()}
         groups |= {str(group): message.get(str(group)) for group in said["same"]}
         return cls(Record(groups, dict(said["scalars"])), float(said["threshold"]))
+
+
+def without(message: Record) -> Record:
+    """A message without what is there for a question or an answer about a measurement."""
+    groups = {g: t for g, t in message.groups.items() if not f"{g}.".startswith(BEGIN)}
+    return Record(groups, message.scalars)
 
 
 def measure(
@@ -75,8 +73,8 @@ def measure(
     question: Question,
     policy: Policy,
     device: torch.device,
-) -> tuple[dict[str, Any], dict[str, bytes]]:
-    """Words and parts of the answer."""
+) -> tuple[dict[str, Any], Record]:
+    """Words and tensors of the answer."""
     policy.refuse_measuring(len(test))
     model, given = question.model.to(device), dict[str, Any]()
     for group, tensors in model.groups.items():
@@ -88,5 +86,4 @@ def measure(
     scorer = Scorer(plan.model, plan.method, state.replace(scalars=model.scalars), given)
     scores, exact = scorer.all(test.images, device), policy.evaluation == "scores"
     part = part_of(scores, test.labels, test.known, question.threshold, exact)
-    tensors = part.tensors(question.threshold)
-    return {"images": part.images}, Packer().parts(Record({MEASURED: tensors}))
+    return {"images": part.images}, Record({MEASURED: part.tensors(question.threshold)})

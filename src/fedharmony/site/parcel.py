@@ -21,7 +21,7 @@ import numpy as np
 from safetensors import SafetensorError
 from safetensors.numpy import load, save
 
-from fedharmony.errors import TransportError
+from fedharmony.errors import FedHarmonyError, TransportError
 from fedharmony.reading import parse_json
 
 FORMAT = "fedharmony-parcel-1"
@@ -58,11 +58,6 @@ class Parcel:
     parts: Mapping[str, bytes] = field(default_factory=dict)
 
     @property
-    def nbytes(self) -> int:
-        """Bytes of all parts."""
-        return sum(map(len, self.parts.values()))
-
-    @property
     def reason(self) -> str:
         """Why a site did not do what it was asked."""
         return str(self.words.get("reason", "it gave no reason"))
@@ -89,6 +84,12 @@ class Parcel:
                 "fedharmony at the server and at every site."
             ) from None
         return checked(cls(header["kind"], words, parts))
+
+
+def failed(error: Exception) -> Parcel:
+    """The answer of a site where something went wrong."""
+    known = isinstance(error, FedHarmonyError)
+    return Parcel(FAILED, {"reason": str(error) if known else f"{type(error).__name__}: {error}"})
 
 
 def checked_words(text: str) -> dict[str, Any]:

@@ -3,63 +3,67 @@
 from __future__ import annotations
 
 import json
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
+from typing import Any
 
 from safetensors import SafetensorError
 from torch import Tensor
 
 from fedharmony.engine.checkpoint import from_bytes, to_bytes
 from fedharmony.errors import TransportError
+from fedharmony.site.parcel import Parcel
 from fedharmony.types import Record, Scalar
 
-#: The part that holds a whole record.
-WHOLE = "whole"
+#: The part that several messages have in common, and the one of a message's own.
+SHARED, OWN = "shared", "own"
 
 
-class Packer:
-    """Packs records into parts; a group that several records share is packed once.
+def pack(records: Sequence[Record]) -> list[dict[str, bytes]]:
+    """Records as parts: one of the groups that all share, packed once, and one of the others.
+
+    No more than two, because every part costs a message several requests.
 
     >>> import torch
     >>> shared = {"w": torch.ones(2)}
-    >>> packer = Packer()
-    >>> one, other = (packer.parts(Record({"params": shared})) for _ in range(2))
-    >>> one["params"] is other["params"]
-    True
+    >>> one, other = pack([Record({"params": shared, "own": {"b": torch.ones(1)}}) for _ in "ab"])
+    >>> sorted(one), one["shared"] is other["shared"]
+    (['own', 'shared'], True)
     """
-
-    def __init__(self) -> None:
-        #: By identity; the group is kept so that no other one takes its place in memory.
-        self._packed: dict[tuple[str, int], tuple[Mapping[str, Tensor], bytes]] = {}
-
-    def parts(self, record: Record) -> dict[str, bytes]:
-        """The groups of a record as bytes; groups without tensors are left out."""
-        return {group: self._pack(group, g) for group, g in record.groups.items() if len(g)}
-
-    def _pack(self, group: str, members: Mapping[str, Tensor]) -> bytes:
-        key = group, id(members)
-        if key not in self._packed:
-            self._packed[key] = members, to_bytes(Record({group: members}))
-        return self._packed[key][1]
+    first = records[0].groups if len(records) > 1 else {}
+    same = [g for g, tensors in first.items() if all(r.get(g) is tensors for r in records)]
+    common = _part(SHARED, {group: first[group] for group in same})
+    return [
+        common | _part(OWN, {g: tensors for g, tensors in r.groups.items() if g not in same})
+        for r in records
+    ]
 
 
-def whole(record: Record) -> dict[str, bytes]:
-    """All groups of a record as one part: every part costs a message several requests.
+def parcels(kind: str, said: Mapping[int, tuple[Mapping[str, Any], Record]]) -> dict[int, Parcel]:
+    """Words and a record for each node as parcels."""
+    parts = pack([record for _, record in said.values()])
+    return {
+        node: Parcel(kind, words, own)
+        for (node, (words, _)), own in zip(said.items(), parts, strict=True)
+    }
 
-    For answers, of which no two have a group in common.
-    """
-    filled = {group: tensors for group, tensors in record.groups.items() if len(tensors)}
-    return {WHOLE: to_bytes(Record(filled))} if filled else {}
+
+def _part(name: str, groups: Mapping[str, Mapping[str, Tensor]]) -> dict[str, bytes]:
+    """Groups as a part; those without tensors are left out."""
+    filled = {group: tensors for group, tensors in groups.items() if len(tensors)}
+    return {name: to_bytes(Record(filled))} if filled else {}
 
 
 def record_of(parts: Mapping[str, bytes], scalars: Mapping[str, Scalar]) -> Record:
-    """The record of some parts; a part that holds another group, or none, is refused."""
+    """The record of some parts; what is damaged, or there twice, is refused."""
     groups: dict[str, Mapping[str, Tensor]] = {}
-    for group, data in parts.items():
+    for name, data in parts.items():
         try:
             found = from_bytes(data).groups
-            groups |= found if group == WHOLE else {group: found[group]}
         except (SafetensorError, KeyError, ValueError, TypeError, json.JSONDecodeError) as error:
             raise TransportError(
-                f"Part {group!r} of a parcel is damaged: {type(error).__name__}: {error}."
+                f"Part {name!r} of a parcel is damaged: {type(error).__name__}: {error}."
             ) from None
+        if twice := groups.keys() & found.keys():
+            raise TransportError(f"Two parts of a parcel hold the group {min(twice)!r}.")
+        groups |= found
     return Record(groups, dict(scalars))

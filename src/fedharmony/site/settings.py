@@ -164,7 +164,7 @@ name = "table"
 path = {path}
 table = ""
 format = "joined"
-image_size = 224
+image_size = {image_size}
 
 [labels]
 # The name of a label here = its name in the federation; "" leaves a label out.

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import shutil
 import sys
 from pathlib import Path
 
@@ -35,7 +34,7 @@ WantedBy=multi-user.target
 RELAY = """\
 # /etc/systemd/system/fedharmony-relay.service
 [Unit]
-Description=Flower SuperNode of site {name}
+Description=fedharmony relay of site {name}
 After=network-online.target fedharmony-worker.service
 Wants=network-online.target
 
@@ -43,11 +42,9 @@ Wants=network-online.target
 # A user that may use the worker's socket and may read neither the data nor the memory.
 User={relay}
 Group={group}
-Environment=FLWR_TELEMETRY_ENABLED=0 FLWR_DISABLE_UPDATE_CHECK=1 FLWR_HOME=%S/fedharmony-relay
-StateDirectory=fedharmony-relay
-ExecStart={supernode} --superlink {superlink} --root-certificates {ca} \\
-  --auth-supernode-private-key {key} --node-config 'socket="{socket}"'
-# A SuperNode also ends with code 0 when its SuperLink goes; it must come back all the same.
+ExecStart={python} -m fedharmony site relay --superlink {superlink} --ca {ca} \\
+  --key {key} --socket {socket}
+# It also ends with code 0 when its SuperLink goes; it must come back all the same.
 Restart=always
 RestartSec=10
 NoNewPrivileges=yes
@@ -67,7 +64,6 @@ def units(file: Path, settings: SiteSettings, superlink: str, owner: str, relay:
         "file": file.absolute(),
         "socket": settings.socket,
         "python": sys.executable,
-        "supernode": shutil.which("flower-supernode") or "flower-supernode",
         "superlink": superlink,
         "owner": owner,
         "relay": relay,

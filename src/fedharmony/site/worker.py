@@ -14,8 +14,8 @@ import logging
 import re
 import socket
 import time
-from collections.abc import Mapping
-from contextlib import suppress
+from collections.abc import Iterator, Mapping
+from contextlib import contextmanager, suppress
 from dataclasses import dataclass, replace
 from functools import cached_property
 from pathlib import Path
@@ -28,13 +28,7 @@ from fedharmony.data.base import DataSet, datasets
 from fedharmony.engine.checkpoint import digest, write_file
 from fedharmony.engine.federation import Federation
 from fedharmony.engine.memory import ClientMemory
-from fedharmony.errors import (
-    ConfigError,
-    DataError,
-    FedHarmonyError,
-    PolicyError,
-    TransportError,
-)
+from fedharmony.errors import ConfigError, DataError, FedHarmonyError, PolicyError, TransportError
 from fedharmony.experiments.binding import Binding, bind, changed
 from fedharmony.experiments.blueprint import Blueprint, Facts, blueprint
 from fedharmony.experiments.build import Assembly, on_device
@@ -44,7 +38,7 @@ from fedharmony.files import sole_writer
 from fedharmony.methods.base import Stage
 from fedharmony.models.base import InputSpec
 from fedharmony.partition.base import Partition
-from fedharmony.site.measure import MEASURED, Question, measure
+from fedharmony.site.measure import MEASURED, Question, measure, without
 from fedharmony.site.parcel import (
     ENROL,
     FAILED,
@@ -54,12 +48,13 @@ from fedharmony.site.parcel import (
     STAGE,
     STATUS,
     Parcel,
+    failed,
     hear_out,
     receive,
     send,
 )
 from fedharmony.site.policy import accepted
-from fedharmony.site.records import record_of, whole
+from fedharmony.site.records import pack, record_of
 from fedharmony.site.settings import SiteSettings
 from fedharmony.types import FROZEN, Record, Reply
 
@@ -136,17 +131,15 @@ class Worker:
                 return self._stage(question)
             if question.kind == MEASURE:
                 run = self._open(_mapping(question.words, "run"))
-                return Parcel(REPLY, *self._measure(run, question, Record()))
+                said, found = self._measure(run, question.words, record_of(question.parts, {}))
+                return Parcel(REPLY, said, *pack([found]))
             raise PolicyError(f"a site is not asked for {question.kind!r}")
         except (PolicyError, ConfigError, DataError) as error:
             logger.warning("Refused: %s.", str(error).rstrip("."))
             return Parcel(REFUSED, {"reason": str(error)})
-        except FedHarmonyError as error:
-            logger.error("Failed: %s", error)
-            return Parcel(FAILED, {"reason": str(error)})
         except Exception as error:
             logger.exception("A question could not be answered.")
-            return Parcel(FAILED, {"reason": f"{type(error).__name__}: {error}"})
+            return failed(error)
 
     def _status(self) -> dict[str, Any]:
         return {
@@ -226,40 +219,38 @@ class Worker:
         # What the server never heard has not happened; what is older it will not ask for.
         run.memory.rewind(heard + 1)
         run.memory.commit(round)
-        own = {n: p for n, p in question.parts.items() if not n.startswith(f"{MEASURED}.")}
-        message = record_of(own, _mapping(words, "scalars")).to(self.device)
-        measured, more = self._ridden(run, question, message)
-        (answer,) = run.federation.transport.exchange(stage, round, {client: message})
+        message = record_of(question.parts, _mapping(words, "scalars")).to(self.device)
+        measured, more = self._ridden(run, words, message)
+        (answer,) = run.federation.transport.exchange(stage, round, {client: without(message)})
         logger.info(
-            "Round %d, %s: %s images in %.1f s.",
+            "Round %d, %s: %s images in %.2f s.",
             *(round + 1, stage.name, f"{self.images:,}", time.perf_counter() - began),
         )
         if not isinstance(answer, Reply):
             return Parcel(FAILED, {"reason": answer.reason})
         found = {"examples": answer.examples, "saved": answer.saved, **measured}
-        parts = whole(answer.record) | more
+        (parts,) = pack([answer.record.replace(more.groups)])
         return Parcel(REPLY, {**found, "scalars": dict(answer.record.scalars)}, parts)
 
     def _ridden(
-        self, run: RunAtSite, question: Parcel, message: Record
-    ) -> tuple[dict[str, Any], dict[str, bytes]]:
+        self, run: RunAtSite, words: Mapping[str, Any], message: Record
+    ) -> tuple[dict[str, Any], Record]:
         """The answer to a measurement that rides on a stage; it never spoils the stage."""
-        if MEASURED not in question.words:
-            return {}, {}
+        if MEASURED not in words:
+            return {}, Record()
         try:
-            words, parts = self._measure(run, question, message)
-        except FedHarmonyError as error:
-            words, parts = {"reason": str(error)}, {}
+            said, found = self._measure(run, words, message)
         except Exception as error:
-            logger.exception("A model could not be measured.")
-            words, parts = {"reason": f"{type(error).__name__}: {error}"}, {}
-        return {MEASURED: words}, parts
+            known = isinstance(error, FedHarmonyError)
+            logger.warning("A model could not be measured: %s", error, exc_info=not known)
+            said, found = dict(failed(error).words), Record()
+        return {MEASURED: said}, found
 
     def _measure(
-        self, run: RunAtSite, question: Parcel, message: Record
-    ) -> tuple[dict[str, Any], dict[str, bytes]]:
+        self, run: RunAtSite, words: Mapping[str, Any], message: Record
+    ) -> tuple[dict[str, Any], Record]:
         """What the test images of this site say of a model."""
-        asked, policy = Question.of(question.words, question.parts, message), self.settings.policy
+        asked, policy = Question.of(words, message), self.settings.policy
         return measure(run.plan, self._here.test, asked, policy, self.device)
 
     def _open(self, about: Mapping[str, Any]) -> RunAtSite:
@@ -350,45 +341,35 @@ def _converse(worker: Worker, stream: socket.socket, limit: int) -> None:
         logger.warning("A question or its answer broke off: %s.", error)
 
 
-class listening:  # noqa: N801 (used like a function)
+@contextmanager
+def listening(place: Path) -> Iterator[socket.socket]:
     """A Unix socket that listens; gone afterwards.
 
     A socket that nobody answers at is what a dead worker left behind, and is replaced.
     """
-
-    def __init__(self, place: Path) -> None:
-        self._place = place
-
-    def __enter__(self) -> socket.socket:
-        self._refuse_second()
-        stream = socket.socket(socket.AF_UNIX, socket.SOCK_STREAM)
+    with socket.socket(socket.AF_UNIX, socket.SOCK_STREAM) as other, suppress(OSError):
+        other.connect(str(place))
+        raise TransportError(
+            f"Another worker answers at {place} already. Stop it, or give this site a socket of "
+            "its own (site.socket)."
+        )
+    if place.is_socket():
+        place.unlink()
+    with socket.socket(socket.AF_UNIX, socket.SOCK_STREAM) as stream:
         try:
-            stream.bind(str(self._place))
+            stream.bind(str(place))
             # Whoever may use the socket is of the worker's group: the relay.
-            self._place.chmod(0o660)
+            place.chmod(0o660)
             stream.listen(1)
         except OSError as error:
-            stream.close()
             raise TransportError(
-                f"Cannot listen at {self._place}: {error.strerror or error}. Set site.socket to a "
-                "place where this user may create files."
+                f"Cannot listen at {place}: {error.strerror or error}. Set site.socket to a place "
+                "where this user may create files."
             ) from None
-        self._stream = stream
-        return stream
-
-    def __exit__(self, *error: object) -> None:
-        self._stream.close()
-        self._place.unlink(missing_ok=True)
-
-    def _refuse_second(self) -> None:
-        with socket.socket(socket.AF_UNIX, socket.SOCK_STREAM) as stream, suppress(OSError):
-            stream.connect(str(self._place))
-            raise TransportError(
-                f"Another worker answers at {self._place} already. Stop it, or give this site a "
-                "socket of its own (site.socket)."
-            )
-        if self._place.is_socket():
-            self._place.unlink()
+        try:
+            yield stream
+        finally:
+            place.unlink(missing_ok=True)
 
 
 # -- words -----------------------------------------------------------------------------------------
