@@ -122,9 +122,10 @@ def test_the_soak_finds_a_client_that_is_not_as_on_the_plain_path(
 
     monkeypatch.setattr("fedharmony.engine.training.plan_batches", unmasked)
     assert not verdict()[2]
-    bad = [{"fast": float("inf"), "half": 0.01, "saved": 0.0}]
-    assert not soak.judge(bad)[2]
-    assert not soak.judge([{"fast": 0.0, "half": 0.01, "saved": 1.0}])[2]
+    good = {"fast": 0.01, "half": 0.01, "fast saved": 0.0, "half saved": 0.0}
+    assert soak.judge([good])[2]
+    for change in ({"fast": float("inf")}, {"fast saved": 1.0}, {"half saved": 1.0}):
+        assert not soak.judge([{**good, **change}])[2]
 
 
 def test_the_soak_runs_fresh_processes(tmp_path: Path) -> None:

@@ -32,7 +32,7 @@ from fedharmony.engine.optimise import (
 )
 from fedharmony.engine.room import RoomTest, StackRule
 from fedharmony.engine.stacking import StackedMessage
-from fedharmony.errors import ConfigError
+from fedharmony.errors import ConfigError, DeviceMemoryError
 from fedharmony.experiments.build import assemble
 from fedharmony.experiments.evaluate import evaluate
 from fedharmony.experiments.machine import choose_mode, switch_torch
@@ -372,6 +372,18 @@ def test_out_of_memory_halves_the_stack(caplog: pytest.LogCaptureFixture) -> Non
     assert events[0]["reported"] == [0, 1, 2, 3, 4]
     assert not events[0]["failures"]
     assert "do not fit" in caplog.text
+
+
+def test_a_client_that_does_not_fit_stops_the_run() -> None:
+    """It is the device that is full; without the client the result would be another one."""
+    toy = Toy(sizes=(5, 5), rounds=1, federation=FederationSettings(max_failures=1.0))
+
+    def full(stage: Any, round: int, messages: Any, *rest: Any) -> Any:
+        raise torch.OutOfMemoryError("20 MB are free")
+
+    toy.trainer.run = full  # type: ignore[method-assign]
+    with pytest.raises(DeviceMemoryError, match=r"client 0 alone .* \(20 MB are free\)"):
+        toy.run()
 
 
 # -- lanes and optimisers --------------------------------------------------------------------------

@@ -59,6 +59,10 @@ class Stopped(BaseException):
         self.code = 128 + number
 
 
+class DeviceMemoryError(FedHarmonyError):
+    """Not even one client fits into what is free of a device's memory."""
+
+
 class ClientLimitError(FedHarmonyError):
     """More clients failed than the run allows; its state has been saved."""
 

@@ -12,7 +12,7 @@ import torch
 
 from fedharmony.engine.cohort import Cohort
 from fedharmony.engine.room import StackRule
-from fedharmony.errors import CheckpointError
+from fedharmony.errors import CheckpointError, DeviceMemoryError
 from fedharmony.methods.base import Stage
 from fedharmony.types import Answers, Failure, Messages, Reply
 
@@ -27,7 +27,8 @@ class InProcess:
 
     When a whole stack raises, its clients are run one by one, so that only those at fault are left
     out; each is named with its stage, round and reason. A stack that does not fit into the memory
-    of the device is halved.
+    of the device is halved; if one client alone does not fit, the run stops: leaving it out would
+    make the result depend on what else runs on the device.
 
     A client that comes back with values that are not finite is trained again on the plain path
     (float32, neither compiled nor recorded). If that helps more than a few times, the fast path is
@@ -68,13 +69,20 @@ class InProcess:
         try:
             replies = self.cohort.run(stage, round, messages, tick)
             answers = [self._made_finite(stage, round, messages, reply) for reply in replies]
-        except CheckpointError:  # a damaged memory or a full disk is no client's fault
-            raise
+        except (CheckpointError, DeviceMemoryError):
+            raise  # a damaged memory, a full disk or a full device is no client's fault
         except Exception as error:
             if len(messages) > 1:
                 for part in self._smaller(list(messages), error):
                     yield from self._run(stage, round, {k: messages[k] for k in part}, tick)
                 return
+            if isinstance(error, torch.OutOfMemoryError):
+                raise DeviceMemoryError(
+                    f"Round {round + 1} stopped: client {next(iter(messages))} alone does not fit "
+                    f"into what is free of the device's memory ({error}). Other programs may hold "
+                    "the rest of it. Make room, or run fewer --jobs at once, and 'resume': finished "
+                    "rounds are kept."
+                ) from None
             place = traceback.extract_tb(error.__traceback__)[-1]
             where = f"{Path(place.filename).name}:{place.lineno}"
             reason = f"{type(error).__name__}: {error} ({where})"
