@@ -426,3 +426,17 @@ def test_a_head_start_with_liars_is_that_of_the_others(known: bool):
     assert torch.equal(head(0.0, "median"), truth)
     lied, borne = head(0.2, "none"), head(0.2, "median")
     assert (borne - truth).norm() < 0.5 * (lied - truth).norm()
+
+
+def test_free_riders_are_all_left_out_however_many_there_are():
+    """Updates of zero have the same cosine, 0, with everybody: all joins of theirs are ties."""
+    honest = draws(9, 500, 2)[0]
+    honest = honest / honest.norm(dim=1, keepdim=True) + 0.8 * torch.eye(500, dtype=F64)[0]
+    updates = torch.cat([honest, torch.zeros(6, 500, dtype=F64)])
+    assert same_direction(updates @ updates.mT).tolist() == [1] * 9 + [0] * 6
+
+
+def test_more_than_half_of_a_cohort_is_always_kept():
+    """Three pairs that have nothing to do with each other: leaving out two would leave a third."""
+    updates = torch.eye(3, dtype=F64).repeat_interleave(2, 0)
+    assert same_direction(updates @ updates.mT).sum() > 3

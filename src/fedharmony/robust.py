@@ -40,7 +40,7 @@ from dataclasses import dataclass
 from typing import Literal, TypeAlias
 
 import torch
-from scipy.cluster.hierarchy import fcluster, linkage
+from scipy.cluster.hierarchy import linkage, to_tree
 from scipy.spatial.distance import squareform
 from torch import Tensor
 
@@ -268,8 +268,8 @@ def same_direction(gram: Tensor) -> Tensor:
 
     Clients are joined by the mean cosine between their updates (average linkage) until two groups
     are left. The smaller one is left out if the mean cosine between the groups is less than half
-    of that inside the larger; then once more with those that are kept. Weights do not count: what
-    a client claims to have does not give it a voice here.
+    of that inside the larger; then once more with those that are kept, as long as they are more
+    than half of all. Weights do not count: what a client claims to have gives it no voice here.
 
     >>> updates = torch.tensor([[2.0, 1], [1, 0], [1, 1], [-1, -1], [0, 0]])
     >>> same_direction(updates @ updates.mT)
@@ -281,14 +281,15 @@ def same_direction(gram: Tensor) -> Tensor:
     while len(kept) > 2:
         own = cosines[kept][:, kept]
         apart = (1 - own).clamp(min=0).numpy()  # 1 − 1 may be a little less than nothing
-        tree = linkage(squareform(apart, checks=False), "average")
-        most = torch.from_numpy(fcluster(tree, 2, "maxclust") == 1)
-        most = most if 2 * most.sum() > len(most) else ~most
+        top = to_tree(linkage(squareform(apart, checks=False), "average"))
+        most, rest = sorted((top.get_left().pre_order(), top.get_right().pre_order()), key=len)[
+            ::-1
+        ]
         inside = own[most][:, most]
-        mean_inside = (inside.sum() - inside.trace()) / (inside.numel() - len(inside))
-        if 2 * most.sum() == len(most) or not own[most][:, ~most].mean() < mean_inside / 2:
+        mean_inside = (inside.sum() - inside.trace()) / max(1, inside.numel() - len(inside))
+        if 2 * len(most) <= len(gram) or not own[most][:, rest].mean() < mean_inside / 2:
             break
-        kept = kept[most]
+        kept = kept[sorted(most)]
     return torch.zeros(len(gram), dtype=gram.dtype).index_fill(0, kept, 1.0)
 
 

@@ -80,8 +80,8 @@ class InProcess:
                 raise DeviceMemoryError(
                     f"Round {round + 1} stopped: client {next(iter(messages))} alone does not fit "
                     f"into what is free of the device's memory ({error}). Other programs may hold "
-                    "the rest of it. Make room, or run fewer --jobs at once, and 'resume': finished "
-                    "rounds are kept."
+                    "the rest of it. Make room, or run fewer --jobs at once, and 'resume': rounds "
+                    "that are finished are kept."
                 ) from None
             place = traceback.extract_tb(error.__traceback__)[-1]
             where = f"{Path(place.filename).name}:{place.lineno}"
