@@ -302,7 +302,7 @@ def _identity(path: Path) -> str:
     if path.name == "results.json":
         found = json.loads(path.read_text())
         return str([v for k, v in sorted(found.items()) if "seconds" not in k])
-    if path.name == "checkpoint.safetensors" or path.stem.isdecimal():  # a client's memory
+    if path.suffix == ".safetensors" and (path.stem == "checkpoint" or path.stem.isdecimal()):
         from fedharmony.engine.checkpoint import digest, load_record
         from fedharmony.types import Record
 

@@ -40,8 +40,6 @@ from dataclasses import dataclass
 from typing import Literal, TypeAlias
 
 import torch
-from scipy.cluster.hierarchy import linkage, to_tree
-from scipy.spatial.distance import squareform
 from torch import Tensor
 
 from fedharmony.aggregate import ModelMean
@@ -275,6 +273,9 @@ def same_direction(gram: Tensor) -> Tensor:
     >>> same_direction(updates @ updates.mT)
     tensor([1., 1., 1., 0., 0.])
     """
+    from scipy.cluster.hierarchy import linkage, to_tree  # here: most runs do without
+    from scipy.spatial.distance import squareform
+
     lengths = gram.diagonal().sqrt()
     scale = torch.where(lengths > 0, 1 / lengths, 0.0)
     cosines, kept = gram * scale * scale[:, None], torch.arange(len(gram))
