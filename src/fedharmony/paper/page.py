@@ -65,7 +65,7 @@ CLAIMS: Sequence[tuple[str, tuple[str, ...]]] = (
 
 def text(results: Sequence[Mapping[str, Any]], figures: Collection[str]) -> str:
     """The whole page; ``figures`` are the names of those that can be shown."""
-    commands = "\n".join(f"fedharmony reproduce all --scale {r['scale']}" for r in results)
+    commands = "\n".join(f"fedharmony reproduce {_asked(r)} --scale {r['scale']}" for r in results)
     parts = [HEAD.format(commands=commands), *_runs(results), *_claims(results)]
     for item in all_items():
         parts += _item(item.name, results, figures)
@@ -92,6 +92,13 @@ def _runs(results: Sequence[Mapping[str, Any]]) -> Iterator[str]:
         )
         yield f"| {' | '.join(cells)} |"
     yield ""
+
+
+def _asked(result: Mapping[str, Any]) -> str:
+    """The items that a result holds, as the command takes them."""
+    held = {content["item"] for content in result["items"]}
+    names = [item.name for item in all_items() if item.name in held]
+    return "all" if len(names) == len(all_items()) else " ".join(names)
 
 
 def _claims(results: Sequence[Mapping[str, Any]]) -> Iterator[str]:

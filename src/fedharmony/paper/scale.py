@@ -176,6 +176,7 @@ SMALL = Scale(
             shares=("0.25", "0.5", "0.75"),
             crowd=(("federation.cohort=", "federation.participation=0.1"), 1.0),
             seconds=40.0,
+            gigabytes=4.3,
         ),
     ),
 )
