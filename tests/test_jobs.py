@@ -223,6 +223,25 @@ def test_devices_take_turns(monkeypatch: pytest.MonkeyPatch) -> None:
     assert alone._idle(set()).device is None
 
 
+def test_the_board_knows_that_runs_may_have_unlike_lengths(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Two of three runs, of 10 and 40 rounds. 10 rounds in 60 s leave 40 and, in the mean, 25.
+
+    That is 6 min 30 s; with the third, of 2 rounds, 42 are left: 4 min 12 s.
+    """
+    clock = [0.0]
+    monkeypatch.setattr(time, "monotonic", lambda: clock[0])
+    with Board(quiet=True) as board:
+        first = board.follow(1, 3, "a", 10)
+        board.follow(2, 3, "b", 40)
+        for i in range(10):
+            first({"event": "round", "round": i, "seconds": 1.0})
+        clock[0] = 60.0
+        assert board.standing.endswith("1 left, about 6 min 30 s")
+        first({"event": "finish", "status": "completed"})
+        board.follow(3, 3, "c", 2)
+        assert board.standing == "1 of 3 done, 2 running, 0 left, about 4 min 12 s"
+
+
 def test_the_board_counts_runs_and_foretells_the_time(monkeypatch: pytest.MonkeyPatch) -> None:
     """Four runs of 10 rounds, the first done before, the third resumed after round 5.
 

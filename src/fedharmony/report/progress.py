@@ -11,6 +11,7 @@ from __future__ import annotations
 
 import math
 import os
+import statistics
 import time
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field
@@ -278,16 +279,18 @@ class Board(Progress):
         super().__init__(quiet=quiet, console=console)
         self._whole = self._bars.add_task("all runs", visible=False, left="")
         self._total, self._ended, self._running = 0, 0, 0
-        self._rounds_asked, self._rounds_done, self._began = 0, 0, time.monotonic()
+        #: Rounds of the runs that began, those of them that are or will be done here, those done.
+        self._rounds_begun, self._rounds_due, self._rounds_done = [0], 0, 0
+        self._began = time.monotonic()
 
     def follow(self, number: int, total: int, name: str, rounds: int) -> Observer:
         """The observer of one run of several; runs that were finished before are not followed."""
         if not self._total:
-            self._total, self._rounds_asked = total, total * rounds
-            self._began = time.monotonic()
+            self._total, self._rounds_begun, self._began = total, [], time.monotonic()
         skipped = number - 1 - self._running - self._ended
         self._ended, self._running = self._ended + skipped, self._running + 1
-        self._rounds_asked -= skipped * rounds
+        self._rounds_begun.append(rounds)
+        self._rounds_due += rounds
         bar = self._bars.add_task(name, total=rounds, left="")
         state, over = _State(name, rounds), False
         self._print(f"{name}: started; {self.standing}")
@@ -299,7 +302,7 @@ class Board(Progress):
                 self(event)
             elif kind == "start":
                 begin = int(event.get("resumed_at") or 0)
-                self._rounds_asked -= begin
+                self._rounds_due -= begin
                 state = _State(name, rounds, done=begin, began_at=begin)
             elif kind in ("round", "evaluate"):
                 state.take(event)
@@ -307,14 +310,14 @@ class Board(Progress):
             elif kind == "finish" and not over:  # a run that fails says so, and so do its workers
                 over = True
                 self._running, self._ended = self._running - 1, self._ended + 1
-                self._rounds_asked -= rounds - state.done
+                self._rounds_due -= rounds - state.done
                 self._bars.update(bar, visible=False)
                 self._print(f"{name}: {state.summary(event)}; {self.standing}")
             self._bars.update(bar, completed=state.done)
             self._bars.update(
                 self._whole,
                 completed=self._rounds_done,
-                total=self._rounds_asked,
+                total=self._rounds_due + self._rounds_waiting,
                 left=self.standing,
                 visible=True,
             )
@@ -322,11 +325,20 @@ class Board(Progress):
         return observe
 
     @property
+    def _waiting(self) -> int:
+        return max(0, self._total - self._ended - self._running)
+
+    @property
+    def _rounds_waiting(self) -> float:
+        """Of the runs that have not begun: as many each as those that have, in the mean."""
+        return self._waiting * statistics.mean(self._rounds_begun)
+
+    @property
     def standing(self) -> str:
         """How many runs are done, under way and left, and how long that will take."""
-        waiting = max(0, self._total - self._ended - self._running)
-        text = f"{self._ended} of {self._total} done, {self._running} running, {waiting} left"
-        if not self._rounds_done or not (remaining := self._rounds_asked - self._rounds_done):
+        text = f"{self._ended} of {self._total} done, {self._running} running, {self._waiting} left"
+        remaining = self._rounds_due - self._rounds_done + self._rounds_waiting
+        if not self._rounds_done or not remaining:
             return text
         seconds = (time.monotonic() - self._began) * remaining / self._rounds_done
         return f"{text}, about {duration(seconds)}"
