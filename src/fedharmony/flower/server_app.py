@@ -30,7 +30,8 @@ from fedharmony.flower.wire import PATIENCE, GridPost
 
 app = ServerApp()
 logger = logging.getLogger(__name__)
-http_grid.pull_objects = partial(http_grid.pull_objects, **PATIENCE)
+# Flower's own function, but more impatient.
+vars(http_grid)["pull_objects"] = partial(vars(http_grid)["pull_objects"], **PATIENCE)
 
 
 @dataclass(frozen=True)

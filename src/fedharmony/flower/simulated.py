@@ -163,7 +163,7 @@ def start(settings: Settings, folder: RunFolder, observe: Observer) -> Results:
     settings = with_threads(replace(settings, engine=replace(settings.engine, stack=1)))
     folder.refuse_if_taken(settings)
     gpus = int(choose_device(settings.engine.device).type == "cuda")
-    resources = {"num_cpus": settings.engine.threads, "num_gpus": gpus}
+    resources: dict[str, Any] = {"num_cpus": settings.engine.threads, "num_gpus": gpus}
     run_simulation(
         server,
         client_app,

@@ -11,7 +11,7 @@ from __future__ import annotations
 
 import json
 from collections.abc import Collection, Mapping
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any
 
 from flwr.app import Array, ArrayRecord, ConfigRecord, Message, MessageType, RecordDict
 
@@ -27,7 +27,11 @@ PARTS, ABOUT = "parts", "about"
 KIND_OF_BYTES = "safetensors"
 #: A message is announced before its parts are there. Flower asks again for a part after one second,
 #: then two; we so soon, and no less often than every second, for as long.
-PATIENCE = {"initial_backoff": 0.1, "backoff_cap": 1.0, "max_tries_per_object": None}
+PATIENCE: dict[str, Any] = {
+    "initial_backoff": 0.1,
+    "backoff_cap": 1.0,
+    "max_tries_per_object": None,
+}
 
 
 def content_of(parcel: Parcel) -> RecordDict:
