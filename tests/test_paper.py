@@ -502,7 +502,7 @@ def test_what_was_asked_is_run_once(
     assert not (folder / "results.json").exists()
     shown = succeed(tmp_path, *command)
     assert "1 runs in all, 0 finished" in shown
-    assert "A run takes about 0.8 GB of memory, 1 at once 0.8 GB" in shown
+    assert "A run takes up to about 0.8 GB of memory, 1 at once 0.8 GB" in shown
     assert "Fig. 2" in shown
     assert (folder / "results.json").is_file()
     assert (tmp_path / "out/digits/fig2/figure-1.svg").is_file()

@@ -26,6 +26,7 @@ from fedharmony.errors import ConfigError
 from fedharmony.experiments.blueprint import Facts, blueprint
 from fedharmony.experiments.settings import load_settings
 from fedharmony.methods.base import Outcome, Stage, methods
+from fedharmony.methods.fedharmony import FedHarmony
 from fedharmony.methods.fedharmony_sums import MEMBERS
 from fedharmony.models.base import InputSpec
 from fedharmony.rng import torch_rng
@@ -127,6 +128,15 @@ def test_the_closed_form_head_is_that_of_replies(head: Any) -> None:
 def test_fedharmony_is_that_of_replies_under_every_setting(changes: dict[str, Any]) -> None:
     """With plain SGD: Adam makes a step of what is left of a gradient that should be zero."""
     assert both("fedharmony", {**HARMONY, **changes}, optimiser="sgd") < 1e-8
+
+
+def test_without_a_choice_the_consensus_is_one_that_sums_can_give() -> None:
+    """Elsewhere it sorts the values of single clients, which nobody has here."""
+    chosen = {name: value for name, value in HARMONY.items() if name != "consensus"}
+    for settings, name in [(SUMS, "support"), (FederationSettings(), "support_trimmed")]:
+        method = toy("fedharmony", chosen, federation=settings).method
+        assert isinstance(method, FedHarmony)
+        assert method.operator.name == name
 
 
 def test_fedharmony_with_unknown_labels_drop_outs_and_equal_weights() -> None:

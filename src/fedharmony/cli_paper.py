@@ -7,6 +7,7 @@ import sys
 from collections.abc import Sequence
 from contextlib import ExitStack
 from dataclasses import replace
+from itertools import accumulate
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated
 
@@ -228,18 +229,20 @@ def _outlook(
 
 def _memory(left: Sequence[Place], jobs: Sequence[Job]) -> list[str]:
     """What the runs at once take of this machine's memory; refused if that is more than it has."""
-    if not left:
+    sizes = {job.study.name: job.study.gigabytes for job in jobs}
+    # The largest runs may be under way at the same time.
+    known = sorted((size for place in left if (size := sizes[place.study])), reverse=True)
+    if not known:
         return []
-    names, crowd, there = {place.study for place in left}, jobs[0].jobs, machine_memory() / 1e9
-    each = max(job.study.gigabytes for job in jobs if job.study.name in names)
-    at_once = min(crowd, len(left))
-    taken = f"A run takes about {each:.1f} GB of memory, {at_once} at once {at_once * each:.1f} GB"
-    if at_once * each > there:
-        raise ConfigError(
-            f"{taken}; this machine has {there:.1f} GB. Use --jobs {max(1, int(there / each))}, or "
-            "a smaller --scale."
-        )
-    return [f"{taken}; this machine has {there:.1f} GB."]
+    at_once, there = known[: jobs[0].jobs], machine_memory() / 1e9
+    taken = (
+        f"A run takes up to about {known[0]:.1f} GB of memory, {len(at_once)} at once "
+        f"{sum(at_once):.1f} GB; this machine has {there:.1f} GB."
+    )
+    if sum(at_once) > there:
+        fewer = max(1, sum(total <= there for total in accumulate(at_once)))
+        raise ConfigError(f"{taken} Use --jobs {fewer}, or a smaller --scale.")
+    return [taken]
 
 
 def _on_cpu(left: Sequence[Place]) -> list[str]:

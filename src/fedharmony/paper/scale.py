@@ -47,7 +47,7 @@ class Study:
         shares: values of Fig. 5 (a, b).
         crowd: changes that go with the numbers of clients of Fig. 5 (c, d), and their cost.
         seconds: of one run.
-        gigabytes: of this machine's memory that a run takes.
+        gigabytes: of this machine's memory that a run takes; none where it was not measured.
         only: names of the items that it is made for; empty for all.
         seeds: that a point has at most.
     """
@@ -64,7 +64,7 @@ class Study:
     shares: tuple[str, ...] = ()
     crowd: tuple[tuple[str, ...], float] | None = None
     seconds: float = 60.0
-    gigabytes: float = 0.8
+    gigabytes: float | None = None
     only: tuple[str, ...] = ()
     seeds: int = 3
 
@@ -145,6 +145,7 @@ DEMO = Scale(
                 2.0,
             ),
             seconds=25.0,
+            gigabytes=0.8,
         ),
         Study(
             "synthetic",
@@ -154,6 +155,7 @@ DEMO = Scale(
             # FedHarmony compares 1.3 million pairs of labels for each client.
             changes=("federation.cohort=8", "run.rounds=6", "run.eval_every=6"),
             seconds=60.0,
+            gigabytes=5.8,
             only=("fig1", "fig2"),
         ),
     ),
