@@ -21,7 +21,7 @@ import multiprocessing
 import statistics
 import sys
 import time
-from collections.abc import Iterable, Sequence
+from collections.abc import Callable, Iterable, Sequence
 from concurrent.futures import ProcessPoolExecutor, as_completed
 from dataclasses import asdict, dataclass, replace
 from pathlib import Path
@@ -141,8 +141,8 @@ class Runs:
         found = evaluate(assembly, state).metrics.as_dict()["mAP"]
         return 100 * float(found or 0), misfits.area(assembly.attack.liars)
 
-    def carry_out(self, cells: Sequence[Cell], jobs: int) -> None:
-        """Run every cell with every seed, several at once."""
+    def carry_out(self, cells: Sequence[Cell], jobs: int, keep: Callable[[], None]) -> None:
+        """Run every cell with every seed, several at once; ``keep`` what is found after each."""
         work = [(cell, seed) for cell in dict.fromkeys(cells) for seed in self.seeds]
         start = (self.config, self.fixed, self.seeds)
         spawn = multiprocessing.get_context("spawn")
@@ -152,6 +152,7 @@ class Runs:
                 cell, seed = waiting[done]
                 self.found[cell, seed] = value, _ = done.result()
                 print(f"{i}/{len(work)} {cell} seed {seed}: {value:.1f}", file=sys.stderr)
+                keep()
 
     def mean(self, cell: Cell) -> tuple[float, float | None]:
         """Means over seeds of mAP and of the ROC areas."""
@@ -205,25 +206,28 @@ def main() -> None:
 
     attacks, defences = ["none", *options.attacks.split(",")], options.defences.split(",")
     every = [c for d in defences for a in attacks for c in row(d, a) if not c.hopeless]
-    runs.carry_out([*every, *(cell.without_lies() for cell in every)], options.jobs)
+    options.out.mkdir(exist_ok=True)
+    file = options.out / "attacks.json"
+    kept = json.loads(file.read_text()) if file.exists() else {}
+
+    def keep() -> None:
+        kept[options.name or options.config] = {
+            "changes": [c for c in options.changes if "/" not in c],
+            "seeds": seeds,
+            "cells": [
+                {**asdict(cell), "seed": seed, "mAP": value, "area": area}
+                for (cell, seed), (value, area) in runs.found.items()
+            ],
+        }
+        file.write_text(json.dumps(kept, indent=1) + "\n")
+
+    runs.carry_out([*every, *(cell.without_lies() for cell in every)], options.jobs, keep)
     for defence in defences:
         head = " | ".join(f"{method} {100 * share:g} %" for method, share in columns)
         print(f"\n| {defence} | {head} |\n| --- |{' --: |' * len(columns)}")
         for attack in attacks:
             print(f"| {attack} | {' | '.join(map(runs.text, row(defence, attack)))} |")
     print(f"\n{time.perf_counter() - began:.0f} s")
-    options.out.mkdir(exist_ok=True)
-    file = options.out / "attacks.json"
-    kept = json.loads(file.read_text()) if file.exists() else {}
-    kept[options.name or options.config] = {
-        "changes": [c for c in options.changes if "/" not in c],
-        "seeds": seeds,
-        "cells": [
-            {**asdict(cell), "seed": seed, "mAP": value, "area": area}
-            for (cell, seed), (value, area) in runs.found.items()
-        ],
-    }
-    file.write_text(json.dumps(kept, indent=1) + "\n")
 
 
 if __name__ == "__main__":

@@ -10,8 +10,11 @@ Processes plan with equal parts of the GPU's memory.
 
     python benchmarks/soak.py [--methods all] [--models Ti,S] [--sizes equal,flair] [--seeds 0]
                               [--rounds 2] [--at-once 8] [--repeat 1] [--device cuda]
+                              [--gigabytes 0]
 
-Prints a table, writes results/soak.json, and fails on a single excess.
+With ``--gigabytes`` each process gets no more of the GPU's memory, but plans as without it: stacks
+meet a full device, and are halved. Prints a table, writes results/soak.json, and fails on a single
+excess.
 """
 
 from __future__ import annotations
@@ -65,6 +68,13 @@ def poison(device: torch.device) -> None:
     sizes = [64 << 20] * 24 + [512 << 10] * 64
     held = [torch.full((size,), 255, dtype=torch.uint8, device=device) for size in sizes]
     del held
+
+
+def on_default_stream(device: torch.device) -> bool:
+    """Whether work is given out where it is expected."""
+    if device.type != "cuda":
+        return True
+    return torch.cuda.current_stream() == torch.cuda.default_stream()
 
 
 class Soaked:
@@ -124,6 +134,7 @@ class Soaked:
                 for name, transport in self.ways.items():
                     poison(self.device)
                     answers = list(transport.exchange(stage, round, {k: sent[k] for k in everyone}))
+                    assert on_default_stream(self.device), f"{name} left another stream behind"
                     failed = [a for a in answers if isinstance(a, Failure)]
                     assert not failed, failed[0]
                     found[name] = {a.client: a for a in answers if isinstance(a, Reply)}
@@ -152,6 +163,9 @@ class Soaked:
 def work(options: argparse.Namespace) -> None:
     """One process: prints a JSON line per round."""
     device = torch.device(options.device)
+    if options.gigabytes:
+        share = options.gigabytes * 1e9 / torch.cuda.mem_get_info(device)[1]
+        torch.cuda.set_per_process_memory_fraction(share, device)
     soaked = Soaked(
         options.methods, options.models, SIZES[options.sizes], int(options.seeds), options.side,
         device, 1 / options.at_once,
@@ -182,6 +196,7 @@ def main() -> None:
     parser.add_argument("--at-once", type=int, default=8)
     parser.add_argument("--repeat", type=int, default=1)
     parser.add_argument("--device", default="cuda")
+    parser.add_argument("--gigabytes", type=float, default=0.0)
     parser.add_argument("--out", type=Path, default=Path(__file__).parent / "results")
     parser.add_argument("--worker", action="store_true", help=argparse.SUPPRESS)
     options = parser.parse_args()
@@ -195,6 +210,7 @@ def main() -> None:
     results, total = [], len(waiting)
     name = torch.cuda.get_device_name() if torch.cuda.is_available() else options.device
     about = {"torch": torch.__version__, "device": name, "at_once": options.at_once}
+    about |= {"gigabytes": options.gigabytes} if options.gigabytes else {}
     options.out.mkdir(exist_ok=True)
     with tempfile.TemporaryDirectory() as scratch:
         # Every process writes and chooses its kernels itself; the same kernel is built only once.
@@ -209,7 +225,7 @@ def main() -> None:
                 command = [sys.executable, __file__, "--worker"]
                 for flag, value in zip(("methods", "models", "sizes", "seeds"), job, strict=True):
                     command += [f"--{flag}", value]
-                for flag in ("rounds", "side", "device", "at-once"):
+                for flag in ("rounds", "side", "device", "at-once", "gigabytes"):
                     command += [f"--{flag}", str(getattr(options, flag.replace("-", "_")))]
                 env = {**shared, **os.environ, "TORCHINDUCTOR_CACHE_DIR": str(place)}
                 with (place / "out").open("w") as out, (place / "err").open("w") as err:

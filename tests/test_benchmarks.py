@@ -144,7 +144,9 @@ def test_the_benchmark_of_attacks_measures_what_lies_cost(monkeypatch: pytest.Mo
     small = ["data.train=100", "data.test=30", "run.rounds=1", "train.epochs=1", "split.clients=6"]
     runs = attacks.Runs("demo", [*small, "model.width=16", "model.depth=1"], [0])
     cell = attacks.Cell("fedavg", "same_direction:3", "sign_flip", 0.3, False)
-    runs.carry_out([cell, cell.without_lies(), cell], jobs=1)
+    kept: list[int] = []
+    runs.carry_out([cell, cell.without_lies(), cell], 1, lambda: kept.append(len(runs.found)))
+    assert kept == [1, 2]
     assert len(runs.found) == 2
     (lied, _), (plain, _) = runs.found[cell, 0], runs.found[cell.without_lies(), 0]
     assert runs.text(cell) == f"{lied:.1f} ({lied - plain:+.1f})"

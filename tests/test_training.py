@@ -6,6 +6,7 @@ import contextlib
 import functools
 import importlib
 import logging
+import weakref
 from types import SimpleNamespace
 from typing import Any
 
@@ -374,6 +375,25 @@ def test_out_of_memory_halves_the_stack(caplog: pytest.LogCaptureFixture) -> Non
     assert "do not fit" in caplog.text
 
 
+def test_a_stack_that_failed_holds_no_memory_when_its_parts_are_tried() -> None:
+    """An error keeps alive what its functions held: on a GPU nothing fitted any more after it."""
+    toy = Toy(sizes=(5, 5, 5), rounds=1)
+    run, held = toy.trainer.run, weakref.WeakSet[Tensor]()
+    alive: list[int] = []
+
+    def cramped(stage: Any, round: int, messages: Any, *rest: Any) -> Any:
+        alive.append(len(held))
+        activations = torch.zeros(3)
+        held.add(activations)
+        if len(messages) > 1:
+            raise torch.OutOfMemoryError("full")
+        return run(stage, round, messages, *rest)
+
+    toy.trainer.run = cramped  # type: ignore[method-assign]
+    toy.run()
+    assert alive == [0] * 5  # stacks of 3, 2, 1, 1 and 1
+
+
 def test_a_client_that_does_not_fit_stops_the_run() -> None:
     """It is the device that is full; without the client the result would be another one."""
     toy = Toy(sizes=(5, 5), rounds=1, federation=FederationSettings(max_failures=1.0))
@@ -582,9 +602,7 @@ def test_a_recording_that_fails_does_not_spoil_the_next(monkeypatch: pytest.Monk
         yield
         used.remove(pool)
 
-    monkeypatch.setattr(torch.cuda, "graph_pool_handle", lambda: next(pools))
-    monkeypatch.setattr(torch.cuda, "CUDAGraph", object)
-    monkeypatch.setattr(torch.cuda, "graph", graph)
+    record_on(monkeypatch, graph, lambda: next(pools))
     recorder = Recorder()
 
     def broken() -> None:
@@ -596,6 +614,53 @@ def test_a_recording_that_fails_does_not_spoil_the_next(monkeypatch: pytest.Monk
     done: list[int] = []
     recorder.record(lambda: done.append(1))
     assert done == [1]
+
+
+def record_on(
+    monkeypatch: pytest.MonkeyPatch,
+    graph: Any,
+    pool: Any,
+    stream: list[str] | None = None,
+) -> None:
+    """Stand-ins for what recording asks of torch; the last of ``stream`` is the current one."""
+    streams = ["main"] if stream is None else stream
+    monkeypatch.setattr(torch.cuda, "graph_pool_handle", pool)
+    monkeypatch.setattr(torch.cuda, "CUDAGraph", object)
+    monkeypatch.setattr(torch.cuda, "graph", graph)
+    monkeypatch.setattr(torch.cuda, "current_stream", lambda: streams[-1])
+    monkeypatch.setattr(torch.cuda, "set_stream", streams.append)
+
+
+def test_a_recording_that_fails_leaves_the_stream_as_it_was(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    """Torch before 2.15 leaves its own stream current when a recording cannot begin or end."""
+    streams = ["main"]
+
+    class Graph:
+        def __init__(self, graph: Any, pool: int) -> None: ...
+
+        def __enter__(self) -> None:
+            streams.append("recording")
+            raise RuntimeError("cannot begin")
+
+        def __exit__(self, *error: object) -> None: ...
+
+    record_on(monkeypatch, Graph, lambda: 0, streams)
+    with pytest.raises(RuntimeError, match="cannot begin"):
+        Recorder().record(lambda: None)
+    assert streams[-1] == "main"
+
+
+def test_given_up_programs_take_their_recorder_along(monkeypatch: pytest.MonkeyPatch) -> None:
+    """The memory of its graphs is gone: seen on a GPU, the next recording failed."""
+    pools = iter(range(9))
+    record_on(monkeypatch, None, lambda: next(pools))
+    monkeypatch.setattr(torch.cuda, "synchronize", lambda device: None)
+    toy = Toy(sizes=(4,), rounds=1, mode=ComputeMode(graphs=True))
+    before = toy.trainer.trainer._recorder
+    toy.trainer.release()
+    assert toy.trainer.trainer._recorder is not before
 
 
 # -- compiled pieces -------------------------------------------------------------------------------

@@ -147,6 +147,7 @@ class Trainer:
         """Give recorded programs and their memory back, once they are done."""
         if self.mode.graphs:
             torch.cuda.synchronize(self.data.device)
+            self._recorder = Recorder()
         self._states.clear()
         self._lanes = None
 

@@ -65,7 +65,8 @@ class InProcess:
     def _run(
         self, stage: Stage, round: int, messages: Messages, tick: Callable[[int, int], None]
     ) -> Answers:
-        answers: list[Reply | Failure]
+        answers: list[Reply | Failure] = []
+        parts: list[list[int]] = []
         try:
             replies = self.cohort.run(stage, round, messages, tick)
             answers = [self._made_finite(stage, round, messages, reply) for reply in replies]
@@ -73,20 +74,22 @@ class InProcess:
             raise  # a damaged memory, a full disk or a full device is no client's fault
         except Exception as error:
             if len(messages) > 1:
-                for part in self._smaller(list(messages), error):
-                    yield from self._run(stage, round, {k: messages[k] for k in part}, tick)
-                return
-            if isinstance(error, torch.OutOfMemoryError):
+                parts = self._smaller(list(messages), error)
+            elif isinstance(error, torch.OutOfMemoryError):
                 raise DeviceMemoryError(
                     f"Round {round + 1} stopped: client {next(iter(messages))} alone does not fit "
                     f"into what is free of the device's memory ({error}). Other programs may hold "
                     "the rest of it. Make room, or run fewer --jobs at once, and 'resume': rounds "
                     "that are finished are kept."
                 ) from None
-            place = traceback.extract_tb(error.__traceback__)[-1]
-            where = f"{Path(place.filename).name}:{place.lineno}"
-            reason = f"{type(error).__name__}: {error} ({where})"
-            answers = [Failure(next(iter(messages)), stage.name, round, reason)]
+            else:
+                place = traceback.extract_tb(error.__traceback__)[-1]
+                where = f"{Path(place.filename).name}:{place.lineno}"
+                reason = f"{type(error).__name__}: {error} ({where})"
+                answers = [Failure(next(iter(messages)), stage.name, round, reason)]
+        # Here the error is gone, which held the memory of the stack that failed.
+        for part in parts:
+            yield from self._run(stage, round, {k: messages[k] for k in part}, tick)
         yield from answers
 
     def _made_finite(self, stage: Stage, round: int, messages: Messages, reply: Reply) -> Reply:

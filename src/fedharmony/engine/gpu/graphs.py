@@ -49,18 +49,23 @@ class StepInput(NamedTuple):
 
 
 class Recorder:
-    """Records graphs that share memory, because they are replayed one at a time."""
+    """Records graphs that share memory, because they are replayed one at a time.
+
+    The memory is gone with the last of them: who gives all of them up needs a new recorder.
+    """
 
     def __init__(self) -> None:
         self._pool = torch.cuda.graph_pool_handle()
 
     def record(self, work: Callable[[], None]) -> torch.cuda.CUDAGraph:
         """The graph of what ``work`` would do on the device."""
-        graph = torch.cuda.CUDAGraph()
+        graph, stream = torch.cuda.CUDAGraph(), torch.cuda.current_stream()
         try:
             with torch.cuda.graph(graph, pool=self._pool):
                 work()
         except RuntimeError:
+            # Before version 2.15 torch may leave the stream it records on as the current one.
+            torch.cuda.set_stream(stream)
             # CUDA still counts the old pool as being recorded into: it cannot be used again.
             self._pool = torch.cuda.graph_pool_handle()
             raise
