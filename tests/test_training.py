@@ -18,7 +18,6 @@ from fedharmony.aggregate import RunningMean
 from fedharmony.data.base import TensorImages
 from fedharmony.engine import training
 from fedharmony.engine.compute_mode import ComputeMode
-from fedharmony.engine.federation import FederationSettings
 from fedharmony.engine.gpu import barrier
 from fedharmony.engine.gpu.compiled import Compiled, CompiledPiece
 from fedharmony.engine.gpu.graphs import Program, Recorder, StepInput
@@ -42,6 +41,7 @@ from fedharmony.metrics import evaluate as metrics_of
 from fedharmony.models.base import InputSpec, Model, models, stack
 from fedharmony.models.heads import LinearHead
 from fedharmony.models.vit import ViT, block
+from fedharmony.server.federation import FederationSettings
 from fedharmony.types import FROZEN, PARAMS, Layout, Packed, Record
 from toy import Toy, largest_difference
 

@@ -17,9 +17,9 @@ from collections.abc import Callable
 from contextlib import suppress
 from pathlib import Path
 
-from fedharmony.engine.checkpoint import load_record, named_digest, save_record
 from fedharmony.errors import CheckpointError
 from fedharmony.files import remove_leftovers
+from fedharmony.records import load_record, named_digest, save_record
 from fedharmony.types import Group, Record, Tensors
 
 GROUP = "memory"

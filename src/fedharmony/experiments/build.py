@@ -18,10 +18,8 @@ from fedharmony.data.features import moments
 from fedharmony.data.file_source import Content, FileSource
 from fedharmony.engine.cohort import Cohort
 from fedharmony.engine.compute_mode import ComputeMode
-from fedharmony.engine.federation import Event, Federation
 from fedharmony.engine.memory import ClientMemory
 from fedharmony.engine.room import RoomTest, StackRule
-from fedharmony.engine.sampling import gathered_rounds
 from fedharmony.errors import ConfigError
 from fedharmony.experiments.binding import Binding, bind
 from fedharmony.experiments.blueprint import Blueprint, Facts, blueprint
@@ -32,6 +30,8 @@ from fedharmony.partition.annotation import client_known
 from fedharmony.partition.base import Partition, splitters
 from fedharmony.partition.feature_skew import feature_skew, skewed_images
 from fedharmony.rng import numpy_rng
+from fedharmony.server.federation import Event, Federation
+from fedharmony.server.sampling import gathered_rounds
 from fedharmony.transport.attacks import Attack
 from fedharmony.transport.base import Transport
 from fedharmony.transport.inprocess import InProcess

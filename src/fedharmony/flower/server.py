@@ -18,9 +18,7 @@ import torch
 
 from fedharmony.data.base import DataSet, LabelledImages, Source, TensorImages, datasets
 from fedharmony.data.sites import AtSites
-from fedharmony.engine.checkpoint import digest
 from fedharmony.engine.compute_mode import ComputeMode
-from fedharmony.engine.federation import Federation
 from fedharmony.engine.memory import ClientMemory
 from fedharmony.errors import ConfigError
 from fedharmony.experiments import run as runs
@@ -38,6 +36,8 @@ from fedharmony.flower.roster import Calls, Roster, Site, Terms
 from fedharmony.flower.transport import Sites
 from fedharmony.models.base import InputSpec
 from fedharmony.partition.base import Partition
+from fedharmony.records import digest
+from fedharmony.server.federation import Federation
 from fedharmony.site.policy import offered
 from fedharmony.types import FROZEN, Record
 

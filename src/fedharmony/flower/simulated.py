@@ -19,7 +19,6 @@ from flwr.app import Context
 from flwr.serverapp import Grid, ServerApp
 
 from fedharmony.data.base import DataSet
-from fedharmony.engine.federation import Federation
 from fedharmony.engine.memory import GROUP, ClientMemory
 from fedharmony.errors import ConfigError, TransportError
 from fedharmony.experiments import run
@@ -31,6 +30,7 @@ from fedharmony.experiments.settings import Settings
 from fedharmony.flower.post import Post, collect, pause
 from fedharmony.flower.wire import GridPost
 from fedharmony.methods.base import Method, Stage
+from fedharmony.server.federation import Federation
 from fedharmony.site.parcel import REPLY, STAGE, Parcel
 from fedharmony.site.records import parcels, record_of
 from fedharmony.types import Failure, Record, Reply

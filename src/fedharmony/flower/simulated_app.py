@@ -9,13 +9,13 @@ import torch
 from flwr.app import Context, Message
 from flwr.clientapp import ClientApp
 
-from fedharmony.engine.federation import Federation
 from fedharmony.engine.memory import GROUP, ClientMemory
 from fedharmony.experiments.build import assemble
 from fedharmony.experiments.folder import RunFolder
 from fedharmony.experiments.machine import switch_torch
 from fedharmony.flower.wire import content_of, parcel_of
 from fedharmony.reading import user_path
+from fedharmony.server.federation import Federation
 from fedharmony.site.parcel import FAILED, REPLY, Parcel, failed
 from fedharmony.site.records import pack, record_of
 from fedharmony.types import Record, Reply

@@ -25,8 +25,6 @@ import numpy as np
 
 import fedharmony
 from fedharmony.data.base import DataSet, datasets
-from fedharmony.engine.checkpoint import digest, write_file
-from fedharmony.engine.federation import Federation
 from fedharmony.engine.memory import ClientMemory
 from fedharmony.errors import ConfigError, DataError, FedHarmonyError, PolicyError, TransportError
 from fedharmony.experiments.binding import Binding, bind, changed
@@ -38,6 +36,8 @@ from fedharmony.files import sole_writer
 from fedharmony.methods.base import Stage
 from fedharmony.models.base import InputSpec
 from fedharmony.partition.base import Partition
+from fedharmony.records import digest, write_file
+from fedharmony.server.federation import Federation
 from fedharmony.site.measure import MEASURED, Question, measure, without
 from fedharmony.site.parcel import (
     ENROL,
