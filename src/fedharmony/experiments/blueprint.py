@@ -130,6 +130,10 @@ class Blueprint:
         mean = float(np.average(sizes, weights=sizes if by_size else None))
         return round(self.rounds * self.settings.training.epochs * cohort * mean)
 
+    def stages(self, round: int) -> Sequence[Stage]:
+        """The exchanges of a round."""
+        return stages_of(self.method, self.opening, round)
+
     def federation(self, transport: Transport) -> Federation:
         """The round loop over clients that a transport reaches."""
         return Federation(

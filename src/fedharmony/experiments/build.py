@@ -85,7 +85,13 @@ class Assembly:
     def federation(
         self, memory: ClientMemory, tick: Callable[[int, int, int], None] | None = None
     ) -> Federation:
-        """The round loop over clients in this process, or in those that ``torchrun`` started."""
+        """The round loop over all clients; those that lie do so on the way back."""
+        return self.blueprint.federation(self.attack.over(self.transport(memory, tick)))
+
+    def transport(
+        self, memory: ClientMemory, tick: Callable[[int, int, int], None] | None = None
+    ) -> Transport:
+        """The way to clients in this process, or in those that ``torchrun`` started."""
         plan, engine = self.blueprint, self.settings.engine
         cohort = Cohort(
             plan.model,
@@ -106,7 +112,7 @@ class Assembly:
         if process_group().size > 1:
             join(self.device, engine.wait_s)
             transport = Processes(transport, process_group(), self.device)
-        return plan.federation(self.attack.over(transport))
+        return transport
 
     def stack_rule(self) -> StackRule:
         """How many clients train at once: as the settings say, or as a trial shows."""

@@ -30,7 +30,6 @@ from fedharmony.experiments.settings import Settings
 from fedharmony.flower.post import Post, collect, pause
 from fedharmony.flower.wire import GridPost
 from fedharmony.methods.base import Method, Stage
-from fedharmony.server.federation import Federation
 from fedharmony.site.parcel import REPLY, STAGE, Parcel
 from fedharmony.site.records import parcels, record_of
 from fedharmony.types import Failure, Record, Reply
@@ -114,13 +113,12 @@ class OnFlower(Assembly):
     post: Post
     folder: Path
 
-    def federation(
+    def transport(
         self, memory: ClientMemory, tick: Callable[[int, int, int], None] | None = None
-    ) -> Federation:
-        """The round loop over them."""
+    ) -> Simulated:
+        """The way to them."""
         plan = self.blueprint
-        clients = Simulated(self.post, self.folder, plan.facts.sizes, plan.method, memory)
-        return plan.federation(self.attack.over(clients))
+        return Simulated(self.post, self.folder, plan.facts.sizes, plan.method, memory)
 
 
 def builder(folder: RunFolder, post: Post) -> run.Build:
