@@ -425,10 +425,10 @@ def test_lanes_save_clients_that_are_done() -> None:
     lanes = Lanes(received, 2, settings, frozenset({"w"}))
     lanes.load(received)
     ones = {name: torch.ones_like(t) for name, t in received.items()}
-    lanes.step(ones, 2)
+    lanes.step(ones)
     lanes.losses += 1
     lanes.save(1, 2)
-    lanes.step(ones, 2)
+    lanes.step(ones)
     lanes.losses += 1
     done = lanes.result(2)
     assert [float(t["b"][0]) for t in done.each] == [-2.0, -1.0]
@@ -464,7 +464,7 @@ def test_lanes_move_each_parameter_by_itself(optimiser: Any) -> None:
             n: torch.randn(width, *shape, generator=generator, dtype=torch.float64)
             for n, shape in shapes.items()
         }
-        lanes.step(gradients, width)
+        lanes.step(gradients)
         corrections = step_factors(
             torch.tensor(t).double(), torch.tensor(1.0).double(), torch.float64
         )
@@ -533,7 +533,7 @@ def test_a_parameter_without_gradient_stays() -> None:
     settings = TrainSettings(optimiser="adam", lr=0.1, weight_decay=0.5)
     lanes = Lanes(received, 1, settings)
     lanes.load(received)
-    lanes.step({"a": torch.ones(1, 2), "c": torch.ones(1, 2)}, 1)
+    lanes.step({"a": torch.ones(1, 2), "c": torch.ones(1, 2)})
     assert lanes.params["b"].tolist() == [[1.0, 1.0]]
     assert lanes.params["a"].tolist() == lanes.params["c"].tolist() != [[1.0, 1.0]]
 
@@ -766,7 +766,7 @@ def test_the_optimisers_pass_knows_the_length_of_its_rows() -> None:
     for one in (lanes, plain):
         one.load(received)
         for width in (4, 3, 2):
-            one.step({n: t[:width] + 1 for n, t in received.items()}, width)
+            one.step({n: t[:width] + 1 for n, t in received.items()})
     for name, tensor in plain.params.items():
         assert (lanes.params[name] - tensor).abs().max() < 1e-8  # of steps of 3e-4
     lengths = {size[1] for sizes in shapes for size in sizes if len(size) == 2}
