@@ -75,6 +75,11 @@ def test_imports_point_left(path: Path) -> None:
         assert LAYER[part] <= LAYER[own], f"{own} imports {module}, which is to its right"
 
 
+def test_who_only_trains_knows_no_round_loop() -> None:
+    for path in [*(PACKAGE / "site").glob("*.py"), PACKAGE / "flower" / "simulated_app.py"]:
+        assert not {m for m in imports(path) if part_of(m) == "server"}, path
+
+
 def test_no_layer_is_stale() -> None:
     present = {p.relative_to(PACKAGE).parts[0].removesuffix(".py") for p in MODULES}
     assert set(LAYER) <= present
