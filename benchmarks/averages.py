@@ -20,10 +20,10 @@ from pathlib import Path
 import torch
 
 from fedharmony.engine.memory import ClientMemory
-from fedharmony.engine.server_average import ALONG, LENGTH, ServerAverage, watch
 from fedharmony.experiments.build import assemble
 from fedharmony.experiments.evaluate import evaluate
 from fedharmony.experiments.settings import Settings, load_settings
+from fedharmony.server.server_average import ALONG, LENGTH, ServerAverage, watch
 from fedharmony.types import Record
 
 Curve = list[tuple[float, float]]

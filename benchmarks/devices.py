@@ -23,10 +23,10 @@ from typing import Any
 
 import torch
 
-from fedharmony.engine.checkpoint import load_record
 from fedharmony.experiments import run
 from fedharmony.experiments.folder import RunFolder
 from fedharmony.experiments.settings import load_settings
+from fedharmony.records import load_record
 from fedharmony.types import PARAMS, Record
 
 METHODS = ("fedavg", "fedharmony")

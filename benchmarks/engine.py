@@ -35,7 +35,6 @@ from torch import Tensor
 from fedharmony.data.base import LabelledImages, TensorImages
 from fedharmony.engine.cohort import Cohort
 from fedharmony.engine.compute_mode import ComputeMode
-from fedharmony.engine.federation import Federation, FederationSettings
 from fedharmony.engine.optimise import TrainSettings
 from fedharmony.engine.room import RoomTest
 from fedharmony.experiments.machine import choose_mode
@@ -43,6 +42,7 @@ from fedharmony.experiments.settings import EngineSettings
 from fedharmony.methods.base import Task, methods
 from fedharmony.models.base import InputSpec, Model, models
 from fedharmony.models.heads import LinearHead
+from fedharmony.server.federation import Federation, FederationSettings
 from fedharmony.transport.inprocess import InProcess
 from fedharmony.types import Record
 

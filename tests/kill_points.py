@@ -303,7 +303,7 @@ def _identity(path: Path) -> str:
         found = json.loads(path.read_text())
         return str([v for k, v in sorted(found.items()) if "seconds" not in k])
     if path.suffix == ".safetensors" and (path.stem == "checkpoint" or path.stem.isdecimal()):
-        from fedharmony.engine.checkpoint import digest, load_record
+        from fedharmony.records import digest, load_record
         from fedharmony.types import Record
 
         return digest(Record(load_record(path).groups))

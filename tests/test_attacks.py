@@ -14,13 +14,13 @@ import torch
 
 from fedharmony.consensus import CORRELATION
 from fedharmony.correlation import unpack_upper
-from fedharmony.engine.federation import FederationSettings
-from fedharmony.engine.head_start import SUMS
+from fedharmony.engine.head_sums import SUMS
 from fedharmony.errors import ConfigError
 from fedharmony.experiments.build import assemble
 from fedharmony.experiments.folder import RunFolder
 from fedharmony.experiments.run import start
 from fedharmony.experiments.settings import compose, load_settings
+from fedharmony.server.federation import FederationSettings
 from fedharmony.transport.attacks import STRENGTHS, Attack, AttackSettings, Lying, lied
 from fedharmony.types import BUFFERS, PARAMS, Record, Reply
 from toy import Toy, same_bits, split

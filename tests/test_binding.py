@@ -23,7 +23,6 @@ from PIL import Image
 
 from fake_run import write_fake_run
 from fedharmony.data.base import DataSet, LabelledImages, SomeImages, TensorImages, datasets
-from fedharmony.engine.checkpoint import load_record, save_record
 from fedharmony.engine.memory import ClientMemory
 from fedharmony.errors import CheckpointError, ConfigError
 from fedharmony.experiments import compare, run
@@ -31,6 +30,7 @@ from fedharmony.experiments.binding import bind, changed
 from fedharmony.experiments.folder import RunFolder, folder_name
 from fedharmony.experiments.settings import Settings, load_settings
 from fedharmony.partition.base import Partition
+from fedharmony.records import load_record, save_record
 from fedharmony.report.load import load, load_run
 from test_cli import call, refuse, results, succeed
 from toy import toy_data

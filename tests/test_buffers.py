@@ -16,7 +16,6 @@ from torch import Tensor
 
 from fedharmony.data.base import LabelledImages, TensorImages
 from fedharmony.engine.compute_mode import ComputeMode
-from fedharmony.engine.federation import problem
 from fedharmony.engine.memory import ClientMemory
 from fedharmony.experiments.build import assemble
 from fedharmony.experiments.evaluate import evaluate
@@ -25,6 +24,7 @@ from fedharmony.methods.base import Stage, Sweep, methods
 from fedharmony.models.base import Backbone, InputSpec, Shapes
 from fedharmony.models.timm_backbone import PREFIX, TimmBackbone
 from fedharmony.rng import numpy_rng
+from fedharmony.server.federation import problem
 from fedharmony.types import BUFFERS, FROZEN, PARAMS, Form, Record, Tensors
 from toy import Toy, same_bits, split
 

@@ -26,17 +26,17 @@ from fedharmony.aggregate import ModelMean, RunningMean
 from fedharmony.data.augment import AugmentSettings
 from fedharmony.data.base import LabelledImages, TensorImages
 from fedharmony.engine.batches import plan_batches
-from fedharmony.engine.checkpoint import digest, from_bytes, load_record, save_record, to_bytes
 from fedharmony.engine.compute_mode import ComputeMode
-from fedharmony.engine.federation import FederationSettings, Tally, problem
 from fedharmony.engine.optimise import TrainSettings
-from fedharmony.engine.sampling import Schedule, cohort_size, drops_out
 from fedharmony.errors import CheckpointError, ClientLimitError, ConfigError
 from fedharmony.losses import Batch, LossSettings, task_loss
 from fedharmony.methods.base import Groups, Reads, Stage, Sweep, methods
 from fedharmony.methods.fedavg import FedAvg
 from fedharmony.models.base import Model
+from fedharmony.records import digest, from_bytes, load_record, save_record, to_bytes
 from fedharmony.rng import numpy_rng
+from fedharmony.server.federation import FederationSettings, Tally, problem
+from fedharmony.server.sampling import Schedule, cohort_size, drops_out
 from fedharmony.types import BUFFERS, PARAMS, Failure, Form, Layout, Packed, Record, Reply, Tensors
 from toy import CLASSES, Toy, largest_difference, same_bits, split, toy_data
 
@@ -755,7 +755,7 @@ def test_missing_and_foreign_checkpoints(tmp_path: Path) -> None:
 FILL_THE_DISK = """
 import resource, sys, torch
 from pathlib import Path
-from fedharmony.engine.checkpoint import save_record
+from fedharmony.records import save_record
 from fedharmony.errors import CheckpointError
 from fedharmony.types import Record
 path = Path(sys.argv[1])

@@ -20,7 +20,6 @@ from fedharmony.config import build
 from fedharmony.data.base import LabelledImages, TensorImages
 from fedharmony.engine import sweeping as engine
 from fedharmony.engine.cohort import Cohort
-from fedharmony.engine.federation import Event, FederationSettings
 from fedharmony.engine.optimise import TrainSettings
 from fedharmony.errors import CheckpointError, ConfigError
 from fedharmony.experiments import run
@@ -34,6 +33,7 @@ from fedharmony.models.base import Backbone, InputSpec, Model, Shapes
 from fedharmony.models.heads import LinearHead
 from fedharmony.models.vit import ViT
 from fedharmony.rng import numpy_rng
+from fedharmony.server.federation import Event, FederationSettings
 from fedharmony.transport.inprocess import InProcess
 from fedharmony.types import BUFFERS, PARAMS, Failure, Index, Record, Reply, Tensors
 from toy import CLASSES, Pixels, Toy, largest_difference, same_bits, split, toy_data

@@ -17,11 +17,11 @@ from torch import Tensor
 from fedharmony import alignment
 from fedharmony import correlation as corr
 from fedharmony.consensus import CORRELATION, FOLDED, TABLE, Operator
-from fedharmony.engine.checkpoint import from_bytes, to_bytes
 from fedharmony.errors import ConfigError
 from fedharmony.losses import Batch, LossSettings, task_loss
 from fedharmony.methods.base import ClientView, Task
 from fedharmony.methods.fedharmony import CLUSTERS, TEACHER, FedHarmony
+from fedharmony.records import from_bytes, to_bytes
 from fedharmony.types import BUFFERS, PARAMS, Record, Reply
 from toy import CLASSES, Toy, largest_difference, same_bits, toy_data
 

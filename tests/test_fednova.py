@@ -15,14 +15,14 @@ from sklearn.metrics import average_precision_score
 from torch import Tensor
 
 from fedharmony.config import build
-from fedharmony.engine.checkpoint import load_record, save_record
-from fedharmony.engine.federation import FederationSettings
 from fedharmony.errors import ConfigError
 from fedharmony.experiments.settings import load_settings
 from fedharmony.losses import Batch
 from fedharmony.methods.base import Groups, Outcome, Task
 from fedharmony.methods.fedavg import FedAvg
 from fedharmony.methods.fednova import MOMENTUM, FedNova
+from fedharmony.records import load_record, save_record
+from fedharmony.server.federation import FederationSettings
 from fedharmony.types import BUFFERS, PARAMS, Record, Reply, Tensors
 from toy import CLASSES, Toy, same_bits, toy_data
 

@@ -15,8 +15,6 @@ from torch import Tensor
 from fedharmony.config import build
 from fedharmony.data.augment import AugmentSettings
 from fedharmony.data.base import DataSet, LabelledImages, TensorImages
-from fedharmony.engine.checkpoint import load_record, save_record
-from fedharmony.engine.federation import FederationSettings
 from fedharmony.errors import ConfigError
 from fedharmony.experiments.build import assemble
 from fedharmony.experiments.evaluate import evaluate
@@ -24,7 +22,9 @@ from fedharmony.experiments.scorer import Scorer
 from fedharmony.experiments.settings import compose
 from fedharmony.methods.base import Stage, Task
 from fedharmony.methods.fedrdn import STATISTICS, TABLE, FedRDN, chosen
+from fedharmony.records import load_record, save_record
 from fedharmony.rng import torch_rng
+from fedharmony.server.federation import FederationSettings
 from fedharmony.types import PARAMS, Failure, Record, Reply
 from toy import Toy, same_bits, toy_data
 

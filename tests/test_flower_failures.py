@@ -19,13 +19,13 @@ import pytest
 
 pytest.importorskip("flwr")
 
-from fedharmony.engine.checkpoint import write_file
 from fedharmony.errors import CheckpointError, ClientLimitError, TransportError
 from fedharmony.experiments import run
 from fedharmony.experiments.folder import RunFolder
 from fedharmony.experiments.settings import load_settings
 from fedharmony.flower import link
 from fedharmony.flower.link import Ordered
+from fedharmony.records import write_file
 from fedharmony.site.keys import make_key
 from sites import site_file
 from superlink import Federation, federation, free_port, wait_for

@@ -14,7 +14,7 @@ PACKAGE = Path(fedharmony.__file__).parent
 
 #: Layers from left to right; modules of one layer may import each other.
 LAYERS = [
-    {"types", "errors", "files", "reading", "terminal", "rng", "registry", "config"},
+    {"types", "errors", "files", "reading", "records", "terminal", "rng", "registry", "config"},
     {
         "correlation",
         "alignment",
@@ -30,6 +30,7 @@ LAYERS = [
     {"models"},
     {"methods"},
     {"engine", "transport"},
+    {"server"},
     {"metrics"},
     {"experiments"},
     {"site"},
@@ -74,6 +75,11 @@ def test_imports_point_left(path: Path) -> None:
         assert LAYER[part] <= LAYER[own], f"{own} imports {module}, which is to its right"
 
 
+def test_who_only_trains_knows_no_round_loop() -> None:
+    for path in [*(PACKAGE / "site").glob("*.py"), PACKAGE / "flower" / "simulated_app.py"]:
+        assert not {m for m in imports(path) if part_of(m) == "server"}, path
+
+
 def test_no_layer_is_stale() -> None:
     present = {p.relative_to(PACKAGE).parts[0].removesuffix(".py") for p in MODULES}
     assert set(LAYER) <= present
@@ -81,7 +87,7 @@ def test_no_layer_is_stale() -> None:
 
 def test_the_engine_names_no_method() -> None:
     """No string equal to a method's name, no use of its class, in what runs all methods alike."""
-    for folder in ("engine", "transport", "experiments", "site", "flower"):
+    for folder in ("engine", "transport", "server", "experiments", "site", "flower"):
         for path in (PACKAGE / folder).glob("*.py"):
             found = {
                 node.value if isinstance(node, ast.Constant) else getattr(node, "id", None)

@@ -16,10 +16,6 @@ from sklearn.discriminant_analysis import LinearDiscriminantAnalysis
 from sklearn.linear_model import Ridge
 from torch import Tensor
 
-from fedharmony.engine import head_start
-from fedharmony.engine.federation import FederationSettings
-from fedharmony.engine.head_start import HeadStart, solve
-from fedharmony.engine.server_average import ServerAverage, share_kept, watch
 from fedharmony.errors import ConfigError
 from fedharmony.experiments.build import assemble
 from fedharmony.experiments.folder import RunFolder
@@ -27,6 +23,10 @@ from fedharmony.experiments.run import resume, start
 from fedharmony.experiments.settings import Settings, load_settings
 from fedharmony.methods.base import INGREDIENTS, Task, methods
 from fedharmony.methods.fedavg import FedAvg
+from fedharmony.server import head_start
+from fedharmony.server.federation import FederationSettings
+from fedharmony.server.head_start import HeadStart, solve
+from fedharmony.server.server_average import ServerAverage, share_kept, watch
 from fedharmony.terminal import warn_once
 from fedharmony.types import PARAMS, Record
 from toy import SMALL, Toy, largest_difference, same_bits, toy_data

@@ -12,9 +12,9 @@ import torch
 from fedharmony.config import build
 from fedharmony.data.base import LabelledImages
 from fedharmony.engine import training
-from fedharmony.engine.checkpoint import load_record, save_record
-from fedharmony.engine.federation import FederationSettings
 from fedharmony.methods.base import Stage, methods
+from fedharmony.records import load_record, save_record
+from fedharmony.server.federation import FederationSettings
 from fedharmony.types import PARAMS, Record
 from toy import Toy, largest_difference, same_bits, toy_data
 

@@ -16,9 +16,6 @@ from hypothesis import strategies as st
 
 from fedharmony.aggregate import NUMBERS
 from fedharmony.consensus import CORRELATION, CorrelationTable, Operator
-from fedharmony.engine.checkpoint import load_record, save_record
-from fedharmony.engine.federation import FederationSettings
-from fedharmony.engine.sampling import Schedule
 from fedharmony.errors import ConfigError
 from fedharmony.experiments.blueprint import Blueprint, Facts, blueprint
 from fedharmony.experiments.folder import RunFolder
@@ -36,9 +33,12 @@ from fedharmony.privacy import (
     budget,
     clipped,
 )
+from fedharmony.records import load_record, save_record
 from fedharmony.report.load import load
 from fedharmony.report.tables import table_of
 from fedharmony.report.words import facts
+from fedharmony.server.federation import FederationSettings
+from fedharmony.server.sampling import Schedule
 from fedharmony.transport.sums import AddedUp
 from fedharmony.types import PARAMS, Packed, Record
 from test_sums import ABLE, SIZES, model, toy

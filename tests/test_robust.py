@@ -16,8 +16,6 @@ from torch import Tensor
 
 from fedharmony import correlation as corr
 from fedharmony.aggregate import ModelMean
-from fedharmony.engine import head_trust
-from fedharmony.engine.federation import FederationSettings
 from fedharmony.errors import ConfigError
 from fedharmony.experiments.blueprint import refuse_small_cohort
 from fedharmony.experiments.settings import load_settings
@@ -31,6 +29,8 @@ from fedharmony.robust import (
     same_direction,
     trimmed,
 )
+from fedharmony.server import head_trust
+from fedharmony.server.federation import FederationSettings
 from fedharmony.transport.attacks import Attack, AttackSettings
 from fedharmony.types import BUFFERS, PARAMS, Layout, Packed, Record
 from toy import Toy, largest_difference, same_bits, toy_data

@@ -53,14 +53,21 @@ def nobody(event: dict[str, Any]) -> None:
     pass
 
 
-@pytest.mark.parametrize("method", ["fedharmony", "fedcurv", "spherefed"])
+@pytest.mark.parametrize(
+    ("method", "changes"),
+    [
+        *(("fedharmony", []), ("fedcurv", []), ("spherefed", [])),
+        ("fedavg", ["attack.kind=sign_flip", "attack.share=0.5"]),
+    ],
+)
 def test_parcels_give_the_bits_of_the_simulator(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, method: str
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, method: str, changes: list[str]
 ) -> None:
+    """Lies are told once: a sign that flips twice would be none."""
     monkeypatch.setenv("FEDHARMONY_CACHE", str(tmp_path / "cache"))
     monkeypatch.setattr(posts, "POLL_S", 0.0)
     threads = torch.get_num_threads()
-    settings = load_settings("demo", [*SMALL, f"run.method={method}"])
+    settings = load_settings("demo", [*SMALL, *changes, f"run.method={method}"])
     expected = run.start(settings, RunFolder(tmp_path / "own"), nobody)
     folder = RunFolder(tmp_path / "flower")
     found = run.start(settings, folder, nobody, build=simulated.builder(folder, Here(6)))

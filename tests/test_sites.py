@@ -10,7 +10,6 @@ from typing import Any
 import pytest
 import torch
 
-from fedharmony.engine.checkpoint import digest, from_bytes, to_bytes
 from fedharmony.errors import CheckpointError, ClientLimitError, ConfigError, DataError
 from fedharmony.experiments import run
 from fedharmony.experiments.folder import RunFolder
@@ -20,6 +19,7 @@ from fedharmony.flower import roster as rosters
 from fedharmony.flower import server
 from fedharmony.flower.roster import Terms
 from fedharmony.methods.base import methods
+from fedharmony.records import digest, from_bytes, to_bytes
 from fedharmony.report.load import load_run
 from fedharmony.site.parcel import Parcel
 from fedharmony.site.policy import accepted, offered

@@ -16,8 +16,6 @@ from torch import Tensor
 
 from fedharmony.config import build
 from fedharmony.data.base import DataSet, LabelledImages
-from fedharmony.engine.checkpoint import load_record, save_record
-from fedharmony.engine.federation import FederationSettings
 from fedharmony.errors import ConfigError
 from fedharmony.experiments.build import assemble
 from fedharmony.experiments.settings import compose
@@ -25,7 +23,9 @@ from fedharmony.losses import Batch, LossSettings, task_loss
 from fedharmony.methods.base import Outcome, Task
 from fedharmony.methods.spherefed import COUNTS, SUMS, SphereFed
 from fedharmony.models.heads import SphereHead, orthonormal_rows
+from fedharmony.records import load_record, save_record
 from fedharmony.rng import numpy_rng
+from fedharmony.server.federation import FederationSettings
 from fedharmony.types import FROZEN, PARAMS, Record, Reply
 from toy import Toy, same_bits, toy_data
 

@@ -54,7 +54,7 @@ def test_a_run_imports_what_it_needs_when_it_needs_it(tmp_path: Path) -> None:
     modules = imported("-m", "fedharmony", *run)
     assert packages(modules) & SLOW == {"numpy", "PIL", "torch"}
     before_the_report = modules[: modules.index("fedharmony.report.load")]
-    assert "fedharmony.engine.federation" in before_the_report
+    assert "fedharmony.server.federation" in before_the_report
     assert (tmp_path / "run" / "report.html").exists()
 
 

@@ -20,8 +20,6 @@ from fedharmony.consensus import (
     CorrelationTable,
     Operator,
 )
-from fedharmony.engine.checkpoint import load_record, save_record
-from fedharmony.engine.federation import FederationSettings
 from fedharmony.errors import ConfigError
 from fedharmony.experiments.blueprint import Facts, blueprint
 from fedharmony.experiments.settings import load_settings
@@ -29,7 +27,9 @@ from fedharmony.methods.base import Outcome, Stage, methods
 from fedharmony.methods.fedharmony import FedHarmony
 from fedharmony.methods.fedharmony_sums import MEMBERS
 from fedharmony.models.base import InputSpec
+from fedharmony.records import load_record, save_record
 from fedharmony.rng import torch_rng
+from fedharmony.server.federation import FederationSettings
 from fedharmony.transport.sums import AddedUp, Summing, Total
 from fedharmony.types import (
     EVERYBODY,

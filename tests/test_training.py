@@ -19,7 +19,6 @@ from fedharmony.aggregate import RunningMean
 from fedharmony.data.base import TensorImages
 from fedharmony.engine import training
 from fedharmony.engine.compute_mode import ComputeMode
-from fedharmony.engine.federation import FederationSettings
 from fedharmony.engine.gpu import barrier
 from fedharmony.engine.gpu.compiled import Compiled, CompiledPiece
 from fedharmony.engine.gpu.graphs import Program, Recorder, StepInput
@@ -43,6 +42,7 @@ from fedharmony.metrics import evaluate as metrics_of
 from fedharmony.models.base import InputSpec, Model, models, stack
 from fedharmony.models.heads import LinearHead
 from fedharmony.models.vit import ViT, block
+from fedharmony.server.federation import FederationSettings
 from fedharmony.types import FROZEN, PARAMS, Layout, Packed, Record
 from toy import Toy, largest_difference
 
@@ -445,10 +445,10 @@ def test_lanes_save_clients_that_are_done() -> None:
     lanes = Lanes(received, 2, settings, frozenset({"w"}))
     lanes.load(received)
     ones = {name: torch.ones_like(t) for name, t in received.items()}
-    lanes.step(ones, 2)
+    lanes.step(ones)
     lanes.losses += 1
     lanes.save(1, 2)
-    lanes.step(ones, 2)
+    lanes.step(ones)
     lanes.losses += 1
     done = lanes.result(2)
     assert [float(t["b"][0]) for t in done.each] == [-2.0, -1.0]
@@ -484,7 +484,7 @@ def test_lanes_move_each_parameter_by_itself(optimiser: Any) -> None:
             n: torch.randn(width, *shape, generator=generator, dtype=torch.float64)
             for n, shape in shapes.items()
         }
-        lanes.step(gradients, width)
+        lanes.step(gradients)
         corrections = step_factors(
             torch.tensor(t).double(), torch.tensor(1.0).double(), torch.float64
         )
@@ -553,7 +553,7 @@ def test_a_parameter_without_gradient_stays() -> None:
     settings = TrainSettings(optimiser="adam", lr=0.1, weight_decay=0.5)
     lanes = Lanes(received, 1, settings)
     lanes.load(received)
-    lanes.step({"a": torch.ones(1, 2), "c": torch.ones(1, 2)}, 1)
+    lanes.step({"a": torch.ones(1, 2), "c": torch.ones(1, 2)})
     assert lanes.params["b"].tolist() == [[1.0, 1.0]]
     assert lanes.params["a"].tolist() == lanes.params["c"].tolist() != [[1.0, 1.0]]
 
@@ -831,7 +831,7 @@ def test_the_optimisers_pass_knows_the_length_of_its_rows() -> None:
     for one in (lanes, plain):
         one.load(received)
         for width in (4, 3, 2):
-            one.step({n: t[:width] + 1 for n, t in received.items()}, width)
+            one.step({n: t[:width] + 1 for n, t in received.items()})
     for name, tensor in plain.params.items():
         assert (lanes.params[name] - tensor).abs().max() < 1e-8  # of steps of 3e-4
     lengths = {size[1] for sizes in shapes for size in sizes if len(size) == 2}

@@ -16,15 +16,15 @@ from fedharmony.data.augment import AugmentSettings
 from fedharmony.data.base import LabelledImages, TensorImages
 from fedharmony.engine.cohort import Cohort
 from fedharmony.engine.compute_mode import ComputeMode
-from fedharmony.engine.federation import Federation, FederationSettings
-from fedharmony.engine.head_start import opening
 from fedharmony.engine.memory import ClientMemory
 from fedharmony.engine.optimise import TrainSettings
-from fedharmony.engine.sampling import Schedule
 from fedharmony.losses import LossSettings
 from fedharmony.methods.base import Method, Task, methods
 from fedharmony.models.base import Backbone, InputSpec, Model, Shapes, linear
 from fedharmony.privacy import Noise
+from fedharmony.server.federation import Federation, FederationSettings
+from fedharmony.server.head_start import opening
+from fedharmony.server.sampling import Schedule
 from fedharmony.transport.inprocess import InProcess
 from fedharmony.types import FROZEN, Index, Record, Tensors
 

@@ -202,9 +202,9 @@ def partition(
 
     Writes partition.json (usable as `split.file`), split_report.json and split.svg.
     """
-    from fedharmony.engine.checkpoint import write_file
     from fedharmony.experiments.folder import RunFolder, make_folder
     from fedharmony.experiments.preview import preview
+    from fedharmony.records import write_file
     from fedharmony.report.split import split_picture
 
     folder = RunFolder(out or Path("runs") / f"{Path(config).stem}-split")

@@ -45,7 +45,7 @@ def init(
 
     Example: `fedharmony site init clinic-a --classes cat,dog,tree --data images`
     """
-    from fedharmony.engine.checkpoint import write_file
+    from fedharmony.records import write_file
     from fedharmony.site.keys import make_key
     from fedharmony.site.settings import TEMPLATE
 

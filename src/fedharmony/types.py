@@ -8,7 +8,7 @@
 ============  =====================================================================================
 
 The server sends a record to each client of a round, gets a reply or failure from each, and folds
-the replies into its new state: `engine/federation.py` is that loop, and `methods/base.py` says what
+the replies into its new state: `server/federation.py` is that loop, and `methods/base.py` says what
 is sent, what clients do with it, and how replies are folded.
 """
 

@@ -1,1 +1,1 @@
-"""Local training of many clients at once, sampling, checkpoints, and the round loop."""
+"""How stacks of clients train on a device, sweep over their data, and remember."""

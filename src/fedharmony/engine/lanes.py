@@ -133,8 +133,8 @@ class Lanes:
         read = {**self.params, **self._copies}
         return {n: t[:width].detach().requires_grad_() for n, t in read.items()}
 
-    def step(self, gradients: Group, width: int) -> None:
-        """The optimiser's step of the first ``width`` clients; what has no gradient stays.
+    def step(self, gradients: Group) -> None:
+        """The optimiser's step of the first clients, (W, ...) each; what has no gradient stays.
 
         One pass over each parameter with memory of its own, one over all the rest.
         """

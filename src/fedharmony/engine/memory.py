@@ -17,9 +17,9 @@ from collections.abc import Callable
 from contextlib import suppress
 from pathlib import Path
 
-from fedharmony.engine.checkpoint import load_record, named_digest, save_record
 from fedharmony.errors import CheckpointError
 from fedharmony.files import remove_leftovers
+from fedharmony.records import load_record, named_digest, save_record
 from fedharmony.types import Group, Record, Tensors
 
 GROUP = "memory"
@@ -35,6 +35,9 @@ class ClientMemory:
             in memory (and nothing survives the process).
         limit: bytes held in memory beside the files; the least recently used go first.
 
+    Attributes:
+        nbytes: bytes of tensors held in memory now.
+
     >>> import torch
     >>> memory = ClientMemory()
     >>> memory.write(3, 0, {"u": torch.ones(2)})
@@ -45,7 +48,7 @@ class ClientMemory:
     def __init__(self, folder: Path | None = None, limit: int = 1 << 30) -> None:
         self._folder, self._limit = folder, limit
         self._held: OrderedDict[tuple[int, int], Tensors] = OrderedDict()
-        self._bytes = 0
+        self.nbytes = 0
         self._rounds: dict[int, list[int]] = {}  # ascending, per client
         self._digests: dict[tuple[int, int], str] = {}  # of files, once they are written or asked
         if folder is not None and folder.exists():
@@ -54,11 +57,6 @@ class ClientMemory:
                     self._rounds.setdefault(int(file.parent.name), []).append(int(file.stem))
             for rounds in self._rounds.values():
                 rounds.sort()
-
-    @property
-    def nbytes(self) -> int:
-        """Bytes of tensors held in memory now."""
-        return self._bytes
 
     def write(self, client: int, round: int, tensors: Group) -> None:
         """Keep ``tensors`` as the client's version of ``round``."""
@@ -95,9 +93,8 @@ class ClientMemory:
     def commit(self, rounds_done: int) -> None:
         """A checkpoint after ``rounds_done`` rounds stands: versions it made useless may go."""
         for client, rounds in self._rounds.items():
-            if len(rounds) > 1:
-                for round in [t for t in rounds if t < rounds_done][:-1]:
-                    self._drop(client, round)
+            for round in [t for t in rounds if t < rounds_done][:-1]:
+                self._drop(client, round)
 
     def rewind(self, rounds_done: int) -> None:
         """Drop versions of rounds that the checkpoint after ``rounds_done`` rounds lacks."""
@@ -147,13 +144,13 @@ class ClientMemory:
         """Hold as the most recently used; without a folder there is nowhere else to keep it."""
         self._release(key)
         self._held[key] = tensors
-        self._bytes += Record({GROUP: tensors}).nbytes
-        while self._folder is not None and self._bytes > self._limit and self._held:
+        self.nbytes += Record({GROUP: tensors}).nbytes
+        while self._folder is not None and self.nbytes > self._limit and self._held:
             self._release(next(iter(self._held)))
 
     def _release(self, key: tuple[int, int]) -> None:
         if key in self._held:
-            self._bytes -= Record({GROUP: self._held.pop(key)}).nbytes
+            self.nbytes -= Record({GROUP: self._held.pop(key)}).nbytes
 
     def _drop(self, client: int, round: int) -> None:
         self._rounds[client].remove(round)

@@ -77,11 +77,8 @@ class StackRule:
         """
         groups: dict[int, list[int]] = {}
         for client in clients:
-            rows = (
-                min(self.batch_size, rounded_up(sizes[client], self.common_bits))
-                if self.widest
-                else 0
-            )
+            size = rounded_up(sizes[client], self.common_bits)
+            rows = min(self.batch_size, size) if self.widest else 0
             groups.setdefault(rows, []).append(client)
         stacks = []
         for rows, members in groups.items():

@@ -281,7 +281,7 @@ class Trainer:
         if method.max_grad_norm is not None:
             gradients = {n: g.to(lanes.dtype) for n, g in gradients.items()}
             clip_gradients(list(gradients.values()), method.max_grad_norm)
-        lanes.step(gradients, width)
+        lanes.step(gradients)
         if method.pull_after_step:
             lanes.shift(pull(params, received, groups, carry), self.settings.lr, width)
 

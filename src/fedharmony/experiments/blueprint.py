@@ -15,11 +15,7 @@ import numpy as np
 import torch
 
 from fedharmony.config import machine_memory
-from fedharmony.engine.federation import Federation, FederationSettings, stages_of
-from fedharmony.engine.head_start import opening
 from fedharmony.engine.optimise import TrainSettings
-from fedharmony.engine.sampling import Schedule, cohort_size, images_of_rounds
-from fedharmony.engine.server_average import ServerAverage
 from fedharmony.errors import CheckpointError, ConfigError
 from fedharmony.experiments.settings import CENTRAL_METHOD, Settings
 from fedharmony.methods.base import Method, Stage, Task, methods
@@ -27,6 +23,10 @@ from fedharmony.models.base import Backbone, FeatureSpec, InputSpec, Model, mode
 from fedharmony.privacy import Budget, Clipping, Exchanges, Ledger, Noise, budget
 from fedharmony.rng import torch_rng
 from fedharmony.robust import Robust
+from fedharmony.server.federation import Federation, FederationSettings, stages_of
+from fedharmony.server.head_start import opening
+from fedharmony.server.sampling import Schedule, cohort_size, images_of_rounds
+from fedharmony.server.server_average import ServerAverage
 from fedharmony.terminal import warn_once
 from fedharmony.transport.base import Transport
 from fedharmony.types import FROZEN, Record, Tensors
@@ -129,6 +129,10 @@ class Blueprint:
         cohort = cohort_size(len(sizes), federation.participation, federation.cohort)
         mean = float(np.average(sizes, weights=sizes if by_size else None))
         return round(self.rounds * self.settings.training.epochs * cohort * mean)
+
+    def stages(self, round: int) -> Sequence[Stage]:
+        """The exchanges of a round."""
+        return stages_of(self.method, self.opening, round)
 
     def federation(self, transport: Transport) -> Federation:
         """The round loop over clients that a transport reaches."""

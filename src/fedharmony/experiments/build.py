@@ -18,10 +18,8 @@ from fedharmony.data.features import moments
 from fedharmony.data.file_source import Content, FileSource
 from fedharmony.engine.cohort import Cohort
 from fedharmony.engine.compute_mode import ComputeMode
-from fedharmony.engine.federation import Event, Federation
 from fedharmony.engine.memory import ClientMemory
 from fedharmony.engine.room import RoomTest, StackRule
-from fedharmony.engine.sampling import gathered_rounds
 from fedharmony.errors import ConfigError
 from fedharmony.experiments.binding import Binding, bind
 from fedharmony.experiments.blueprint import Blueprint, Facts, blueprint
@@ -32,6 +30,8 @@ from fedharmony.partition.annotation import client_known
 from fedharmony.partition.base import Partition, splitters
 from fedharmony.partition.feature_skew import feature_skew, skewed_images
 from fedharmony.rng import numpy_rng
+from fedharmony.server.federation import Event, Federation
+from fedharmony.server.sampling import gathered_rounds
 from fedharmony.transport.attacks import Attack
 from fedharmony.transport.base import Transport
 from fedharmony.transport.inprocess import InProcess
@@ -85,7 +85,13 @@ class Assembly:
     def federation(
         self, memory: ClientMemory, tick: Callable[[int, int, int], None] | None = None
     ) -> Federation:
-        """The round loop over clients in this process, or in those that ``torchrun`` started."""
+        """The round loop over all clients; those that lie do so on the way back."""
+        return self.blueprint.federation(self.attack.over(self.transport(memory, tick)))
+
+    def transport(
+        self, memory: ClientMemory, tick: Callable[[int, int, int], None] | None = None
+    ) -> Transport:
+        """The way to clients in this process, or in those that ``torchrun`` started."""
         plan, engine = self.blueprint, self.settings.engine
         cohort = Cohort(
             plan.model,
@@ -106,7 +112,7 @@ class Assembly:
         if process_group().size > 1:
             join(self.device, engine.wait_s)
             transport = Processes(transport, process_group(), self.device)
-        return plan.federation(self.attack.over(transport))
+        return transport
 
     def stack_rule(self) -> StackRule:
         """How many clients train at once: as the settings say, or as a trial shows."""

@@ -10,11 +10,11 @@ from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 
 from fedharmony.data.base import DataSet
-from fedharmony.engine.federation import Federation
 from fedharmony.engine.memory import ClientMemory
 from fedharmony.experiments.build import assemble
 from fedharmony.experiments.settings import Settings
 from fedharmony.methods.base import Stage
+from fedharmony.server.federation import Federation
 from fedharmony.transport.base import Transport
 from fedharmony.types import BUFFERS, PARAMS, Failure, Form, Record, Reply
 

@@ -11,8 +11,6 @@ import numpy.typing as npt
 import torch
 
 from fedharmony.data.base import Images, LabelledImages
-from fedharmony.engine.checkpoint import digest
-from fedharmony.engine.federation import Event
 from fedharmony.experiments.build import Assembly
 from fedharmony.experiments.folder import jsonable
 from fedharmony.experiments.scorer import Scorer
@@ -27,6 +25,8 @@ from fedharmony.metrics import (
 )
 from fedharmony.metrics import evaluate as metrics_of
 from fedharmony.partition.report import label_shares, paired_labels
+from fedharmony.records import digest
+from fedharmony.server.federation import Event
 from fedharmony.types import BUFFERS, PARAMS, Index, Labels, Record, Tensors
 
 Results = dict[str, Any]

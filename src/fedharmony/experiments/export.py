@@ -24,7 +24,6 @@ from torch import Tensor
 
 import fedharmony
 from fedharmony.config import tree_of
-from fedharmony.engine.checkpoint import apart, write_file
 from fedharmony.errors import CheckpointError, ConfigError
 from fedharmony.experiments.card import model_card
 from fedharmony.experiments.folder import jsonable, make_folder
@@ -33,6 +32,7 @@ from fedharmony.experiments.trained import TrainedModel, without_files
 from fedharmony.methods.base import Method
 from fedharmony.models.base import FeatureSpec
 from fedharmony.models.heads import LinearHead
+from fedharmony.records import apart, write_file
 from fedharmony.types import Tensors
 
 logger = logging.getLogger(__name__)

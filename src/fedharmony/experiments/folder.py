@@ -28,13 +28,13 @@ import torch
 
 import fedharmony
 from fedharmony.config import read_toml, to_toml
-from fedharmony.engine.checkpoint import load_record, save_record, write_file
-from fedharmony.engine.federation import Event
 from fedharmony.errors import CheckpointError, ConfigError
 from fedharmony.experiments.binding import Binding, changed
 from fedharmony.experiments.settings import Settings, compose
 from fedharmony.files import is_ours, refuse_if_held, sole_writer
 from fedharmony.reading import parse_events
+from fedharmony.records import load_record, save_record, write_file
+from fedharmony.server.federation import Event
 from fedharmony.types import Record, Scalar, Tensors
 
 

@@ -27,7 +27,6 @@ from typing import Any, Self
 import torch
 
 from fedharmony.data.base import DataSet
-from fedharmony.engine.federation import Event
 from fedharmony.errors import Failure, FedHarmonyError, RunsFailedError, Stopped
 from fedharmony.experiments.build import Observer
 from fedharmony.experiments.compare import Planned, carry_out, rehearse
@@ -35,6 +34,7 @@ from fedharmony.experiments.evaluate import Results
 from fedharmony.experiments.folder import RunFolder
 from fedharmony.experiments.machine import choose_device
 from fedharmony.experiments.settings import compose
+from fedharmony.server.federation import Event
 
 logger = logging.getLogger(__name__)
 

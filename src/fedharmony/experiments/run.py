@@ -14,7 +14,6 @@ import torch.distributed as dist
 
 from fedharmony.config import flat
 from fedharmony.data.base import DataSet
-from fedharmony.engine.federation import Event
 from fedharmony.engine.memory import SEALS, ClientMemory
 from fedharmony.errors import CheckpointError, FedHarmonyError, Stopped
 from fedharmony.experiments import trained
@@ -28,6 +27,7 @@ from fedharmony.experiments.settings import Settings
 from fedharmony.experiments.trackers.base import Subject, Tracking, refuse_missing
 from fedharmony.files import refuse_if_held
 from fedharmony.partition.report import split_report
+from fedharmony.server.federation import Event
 from fedharmony.terminal import warn_once
 from fedharmony.transport.processes import process_group
 from fedharmony.types import Record

@@ -21,8 +21,8 @@ import torch.nn.functional as F
 from safetensors import SafetensorError, safe_open
 
 from fedharmony.data.base import LabelledImages
-from fedharmony.engine.checkpoint import write_file
 from fedharmony.errors import CheckpointError
+from fedharmony.records import write_file
 from fedharmony.types import Labels
 
 logger = logging.getLogger(__name__)

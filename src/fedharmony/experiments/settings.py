@@ -37,7 +37,6 @@ from fedharmony.config import (
 from fedharmony.data.augment import AugmentSettings
 from fedharmony.data.base import Source, datasets
 from fedharmony.data.transforms import check_transforms
-from fedharmony.engine.federation import FederationSettings
 from fedharmony.engine.optimise import TrainSettings
 from fedharmony.errors import ConfigError, nearest, shown
 from fedharmony.experiments.trackers import trackers
@@ -49,6 +48,7 @@ from fedharmony.partition.base import Splitter, splitters
 from fedharmony.privacy import PrivacySettings
 from fedharmony.reading import is_there
 from fedharmony.registry import load_plugins
+from fedharmony.server.federation import FederationSettings
 from fedharmony.terminal import plain
 from fedharmony.transport.attacks import AttackSettings
 

@@ -15,7 +15,6 @@ from pathlib import Path
 from typing import Any, TypeAlias
 
 from fedharmony.config import flat, merge, nested, to_toml
-from fedharmony.engine.checkpoint import write_file
 from fedharmony.errors import ConfigError
 from fedharmony.experiments.build import Observer
 from fedharmony.experiments.compare import Planned, execute, names_of, rehearse
@@ -26,6 +25,7 @@ from fedharmony.experiments.machine import with_threads
 from fedharmony.experiments.settings import Component, Settings
 from fedharmony.files import refuse_if_held
 from fedharmony.methods.base import methods
+from fedharmony.records import write_file
 
 #: The metric that decides.
 CRITERION = "mAP"

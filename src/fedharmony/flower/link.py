@@ -23,10 +23,10 @@ from pathlib import Path
 from typing import Any
 
 from fedharmony.config import to_toml
-from fedharmony.engine.checkpoint import write_file
 from fedharmony.errors import CheckpointError, ClientLimitError, ConfigError, TransportError
 from fedharmony.experiments.folder import RunFolder
 from fedharmony.reading import parse_events
+from fedharmony.records import write_file
 from fedharmony.site.keys import make_certificates
 
 #: What Flower calls our SuperLink in its own settings.

@@ -13,11 +13,11 @@ from collections.abc import Callable, Mapping, Sequence
 from dataclasses import asdict, dataclass, field
 from typing import Any
 
-from fedharmony.engine.federation import FederationSettings
-from fedharmony.engine.sampling import Cohorts, Schedule, cohort_size
 from fedharmony.errors import ClientLimitError, TransportError
 from fedharmony.experiments.blueprint import refuse_small_cohort
 from fedharmony.flower.post import Post, collect, pause
+from fedharmony.server.federation import FederationSettings
+from fedharmony.server.sampling import Cohorts, Schedule, cohort_size
 from fedharmony.site.parcel import ENROL, FAILED, REPLY, Parcel
 
 logger = logging.getLogger(__name__)

@@ -18,9 +18,7 @@ import torch
 
 from fedharmony.data.base import DataSet, LabelledImages, Source, TensorImages, datasets
 from fedharmony.data.sites import AtSites
-from fedharmony.engine.checkpoint import digest
 from fedharmony.engine.compute_mode import ComputeMode
-from fedharmony.engine.federation import Federation
 from fedharmony.engine.memory import ClientMemory
 from fedharmony.errors import ConfigError
 from fedharmony.experiments import run as runs
@@ -38,6 +36,8 @@ from fedharmony.flower.roster import Calls, Roster, Site, Terms
 from fedharmony.flower.transport import Sites
 from fedharmony.models.base import InputSpec
 from fedharmony.partition.base import Partition
+from fedharmony.records import digest
+from fedharmony.server.federation import Federation
 from fedharmony.site.policy import offered
 from fedharmony.types import FROZEN, Record
 
@@ -51,10 +51,10 @@ class Remote(Assembly):
     """A run whose clients are elsewhere; only the test images are here.
 
     Attributes:
-        transport: makes the transport to the sites, when the run's folder is there.
+        sites: makes the transport to the sites, when the run's folder is there.
     """
 
-    transport: Callable[[], Sites]
+    sites: Callable[[], Sites]
 
     @property
     def train_images(self) -> int:
@@ -64,12 +64,18 @@ class Remote(Assembly):
     def federation(
         self, memory: ClientMemory, tick: Callable[[int, int, int], None] | None = None
     ) -> Federation:
-        """The round loop over the sites; what clients keep is theirs."""
-        sites, plan = self.transport(), self.blueprint
+        """The round loop over the sites that are online."""
+        sites, plan = self.transport(memory), self.blueprint
         calls = Calls(
             sites.roster, plan.taking_part, plan.settings.run.rounds, plan.settings.run.seed
         )
         return replace(plan.federation(sites), schedule=calls)
+
+    def transport(
+        self, memory: ClientMemory, tick: Callable[[int, int, int], None] | None = None
+    ) -> Sites:
+        """The way to the sites; what clients keep is theirs."""
+        return self.sites()
 
     def judge(self, federation: Federation) -> Judge | None:
         """The sites, where the server has no test images of its own."""
@@ -125,7 +131,7 @@ def _builder(folder: RunFolder, post: Post, terms: Terms) -> runs.Build:
             )
         partition_by_size = _partition(plan.facts)
 
-        def transport() -> Sites:
+        def sites_of_run() -> Sites:
             roster.keep = lambda: folder.write_json(ROSTER, roster.tree())
             roster.keep()
             return _transport(plan, roster, folder)
@@ -141,7 +147,7 @@ def _builder(folder: RunFolder, post: Post, terms: Terms) -> runs.Build:
             device=device,
             mode=ComputeMode(),
             bound=bind(loaded, partition_by_size) | founders,
-            transport=transport,
+            sites=sites_of_run,
         )
 
     return build

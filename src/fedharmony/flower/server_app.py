@@ -18,7 +18,6 @@ from flwr.serverapp import Grid, ServerApp
 from flwr.superlink.grid import http_grid
 
 from fedharmony.config import build
-from fedharmony.engine.checkpoint import write_file
 from fedharmony.errors import FedHarmonyError
 from fedharmony.experiments.folder import RunFolder
 from fedharmony.experiments.settings import load_settings
@@ -27,6 +26,7 @@ from fedharmony.flower.link import SERVER, began
 from fedharmony.flower.post import Post
 from fedharmony.flower.roster import Terms
 from fedharmony.flower.wire import PATIENCE, GridPost
+from fedharmony.records import write_file
 
 app = ServerApp()
 logger = logging.getLogger(__name__)

@@ -19,7 +19,6 @@ from flwr.app import Context
 from flwr.serverapp import Grid, ServerApp
 
 from fedharmony.data.base import DataSet
-from fedharmony.engine.federation import Federation
 from fedharmony.engine.memory import GROUP, ClientMemory
 from fedharmony.errors import ConfigError, TransportError
 from fedharmony.experiments import run
@@ -114,13 +113,12 @@ class OnFlower(Assembly):
     post: Post
     folder: Path
 
-    def federation(
+    def transport(
         self, memory: ClientMemory, tick: Callable[[int, int, int], None] | None = None
-    ) -> Federation:
-        """The round loop over them."""
+    ) -> Simulated:
+        """The way to them."""
         plan = self.blueprint
-        clients = Simulated(self.post, self.folder, plan.facts.sizes, plan.method, memory)
-        return plan.federation(self.attack.over(clients))
+        return Simulated(self.post, self.folder, plan.facts.sizes, plan.method, memory)
 
 
 def builder(folder: RunFolder, post: Post) -> run.Build:

@@ -9,8 +9,8 @@ import torch
 from flwr.app import Context, Message
 from flwr.clientapp import ClientApp
 
-from fedharmony.engine.federation import Federation
 from fedharmony.engine.memory import GROUP, ClientMemory
+from fedharmony.experiments.blueprint import Blueprint
 from fedharmony.experiments.build import assemble
 from fedharmony.experiments.folder import RunFolder
 from fedharmony.experiments.machine import switch_torch
@@ -18,6 +18,7 @@ from fedharmony.flower.wire import content_of, parcel_of
 from fedharmony.reading import user_path
 from fedharmony.site.parcel import FAILED, REPLY, Parcel, failed
 from fedharmony.site.records import pack, record_of
+from fedharmony.transport.base import Transport
 from fedharmony.types import Record, Reply
 
 app = ClientApp()
@@ -34,29 +35,29 @@ def carry_out(message: Message, context: Context) -> Message:
 
 
 @functools.lru_cache(maxsize=1)
-def opened(folder: str) -> tuple[Federation, ClientMemory, torch.device]:
+def opened(folder: str) -> tuple[Blueprint, Transport, ClientMemory, torch.device]:
     """The run in a folder, with what its clients hold; the last one stays open."""
     place = RunFolder(user_path(folder))
     settings = place.open()
     switch_torch(settings.engine)
     settings = replace(settings, engine=replace(settings.engine, stack=1))
     assembly, memory = assemble(settings, place["partition.json"]), ClientMemory()
-    return assembly.federation(memory), memory, assembly.device
+    return assembly.blueprint, assembly.transport(memory), memory, assembly.device
 
 
 def work(question: Parcel) -> Parcel:
     """A stage of one client."""
     words = question.words
     round, client = int(words["round"]), int(words["client"])
-    federation, memory, device = opened(str(words["folder"]))
+    plan, clients, memory, device = opened(str(words["folder"]))
     record = record_of(question.parts, words["scalars"])
     memory.rewind(0)
     if kept := record.get(GROUP):
         memory.write(client, round - 1, kept)
     groups = {name: group for name, group in record.groups.items() if name != GROUP}
     message = Record(groups, record.scalars).to(device)
-    stage = next(s for s in federation.stages(round) if s.name == words["stage"])
-    (answer,) = federation.transport.exchange(stage, round, {client: message})
+    stage = next(s for s in plan.stages(round) if s.name == words["stage"])
+    (answer,) = clients.exchange(stage, round, {client: message})
     if not isinstance(answer, Reply):
         return Parcel(FAILED, {"reason": answer.reason})
     found = {"examples": answer.examples, "finite": answer.finite is not False}

@@ -368,7 +368,7 @@ def metric_table(
 
 def write_tables(runs: Runs) -> None:
     """Write the table of a comparison into its folder: as Markdown, CSV and LaTeX."""
-    from fedharmony.engine.checkpoint import write_file  # loads torch, which tables do without
+    from fedharmony.records import write_file  # loads torch, which tables do without
 
     table = table_of(runs)
     texts = {"md": table.to_markdown(), "csv": table.to_csv(), "tex": table.to_latex()}

@@ -9,8 +9,8 @@ from typing import Any
 from safetensors import SafetensorError
 from torch import Tensor
 
-from fedharmony.engine.checkpoint import from_bytes, to_bytes
 from fedharmony.errors import TransportError
+from fedharmony.records import from_bytes, to_bytes
 from fedharmony.site.parcel import Parcel
 from fedharmony.types import Record, Scalar
 

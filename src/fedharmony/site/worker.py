@@ -25,8 +25,6 @@ import numpy as np
 
 import fedharmony
 from fedharmony.data.base import DataSet, datasets
-from fedharmony.engine.checkpoint import digest, write_file
-from fedharmony.engine.federation import Federation
 from fedharmony.engine.memory import ClientMemory
 from fedharmony.errors import ConfigError, DataError, FedHarmonyError, PolicyError, TransportError
 from fedharmony.experiments.binding import Binding, bind, changed
@@ -38,6 +36,7 @@ from fedharmony.files import sole_writer
 from fedharmony.methods.base import Stage
 from fedharmony.models.base import InputSpec
 from fedharmony.partition.base import Partition
+from fedharmony.records import digest, write_file
 from fedharmony.site.measure import MEASURED, Question, measure, without
 from fedharmony.site.parcel import (
     ENROL,
@@ -56,6 +55,7 @@ from fedharmony.site.parcel import (
 from fedharmony.site.policy import accepted
 from fedharmony.site.records import pack, record_of
 from fedharmony.site.settings import SiteSettings
+from fedharmony.transport.base import Transport
 from fedharmony.types import FROZEN, Record, Reply
 
 logger = logging.getLogger(__name__)
@@ -70,25 +70,25 @@ MOST_CLIENTS = 1_000_000
 
 @dataclass(frozen=True)
 class RunAtSite:
-    """A run that this site takes part in: what clients hold, and the loop that knows its stages.
+    """A run that this site takes part in.
 
     Attributes:
         about: what the server said of the run.
         plan: the run without its data.
-        federation: stages, and the transport to the one client that is here.
+        transport: the way to the one client that is here.
         memory: what the client keeps.
     """
 
     about: Mapping[str, Any]
     plan: Blueprint
-    federation: Federation
+    transport: Transport
     memory: ClientMemory
 
     def stage(self, name: str, round: int) -> Stage:
         """The stage of that name in that round."""
-        if not 0 <= round < len(self.federation.schedule):
+        if not 0 <= round < self.plan.rounds:
             raise PolicyError(f"there is no round {round + 1} in this run")
-        found = [s for s in self.federation.stages(round) if s.name == name]
+        found = [s for s in self.plan.stages(round) if s.name == name]
         if not found:
             raise PolicyError(f"there is no stage {name!r} in round {round + 1} of this method")
         return found[0]
@@ -160,9 +160,10 @@ class Worker:
             self._refuse_changed(before, about)
         # A rehearsal: whatever does not fit together is refused now, not in a round.
         own = {"client": 0, "unknown": self.data.train.known is not None}
-        federation = self._assembly(settings, {**about, **own}).federation(ClientMemory())
+        rehearsed = self._assembly(settings, {**about, **own})
+        rehearsed.transport(ClientMemory())
         for round in range(settings.run.rounds):
-            self.settings.policy.refuse_stages(federation.stages(round))
+            self.settings.policy.refuse_stages(rehearsed.blueprint.stages(round))
         folder.mkdir(parents=True, exist_ok=True)
         enrolled = {"bound": self.binding, "settings": _sha(about["settings"])}
         write_file(folder / "enrolled.json", json.dumps(enrolled, indent=1).encode())
@@ -221,7 +222,7 @@ class Worker:
         run.memory.commit(round)
         message = record_of(question.parts, _mapping(words, "scalars")).to(self.device)
         measured, more = self._ridden(run, words, message)
-        (answer,) = run.federation.transport.exchange(stage, round, {client: without(message)})
+        (answer,) = run.transport.exchange(stage, round, {client: without(message)})
         logger.info(
             "Round %d, %s: %s images in %.2f s.",
             *(round + 1, stage.name, f"{self.images:,}", time.perf_counter() - began),
@@ -270,7 +271,7 @@ class Worker:
                 "the frozen part of the model is not the server's: a file it is read from "
                 "(weights, label text) is another one here"
             )
-        self._run = RunAtSite(about, plan, assembly.federation(memory), memory)
+        self._run = RunAtSite(about, plan, assembly.transport(memory), memory)
         return self._run
 
     def _assembly(self, settings: Settings, about: Mapping[str, Any]) -> Assembly:

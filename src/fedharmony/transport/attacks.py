@@ -40,7 +40,7 @@ from fedharmony.config import Checked
 from fedharmony.consensus import CORRELATION
 from fedharmony.correlation import unpack_upper
 from fedharmony.data.base import LabelledImages
-from fedharmony.engine.head_start import SUMS
+from fedharmony.engine.head_sums import SUMS
 from fedharmony.errors import ConfigError, nearest
 from fedharmony.methods.base import Stage
 from fedharmony.rng import numpy_rng, torch_rng

@@ -20,9 +20,9 @@ from datetime import timedelta
 import torch
 import torch.distributed as dist
 
-from fedharmony.engine.checkpoint import from_bytes, header_of, to_bytes
 from fedharmony.errors import ClientLimitError
 from fedharmony.methods.base import Stage
+from fedharmony.records import from_bytes, header_of, to_bytes
 from fedharmony.transport.base import Transport
 from fedharmony.types import Answers, Failure, Messages, Record, Reply
 

@@ -15,7 +15,6 @@ from torch import Tensor
 
 from fedharmony.clusters import default_groups
 from fedharmony.correlation import discrepancy, pair_mask, soft_correlation
-from fedharmony.engine.federation import Event
 from fedharmony.experiments.folder import RunFolder
 from fedharmony.experiments.machine import choose_device, with_threads
 from fedharmony.experiments.run import start
@@ -28,6 +27,7 @@ from fedharmony.report.charts import Picture, Series, curve
 from fedharmony.report.grid import Grid
 from fedharmony.report.panel import Section
 from fedharmony.report.svg import DASHED, DOTTED, style
+from fedharmony.server.federation import Event
 
 #: Block and no block, by the methods that stand for them.
 VARIANTS = {"block": OURS, "no block": "fedharmony:ab"}

@@ -5,7 +5,7 @@ clients teach it badly. Its best linear start needs no training: every client se
 features of the received backbone, and the server solves one ridge regression for all labels.
 
 ====================================================  ============================
-``A_k = Σ f̃ f̃ᵀ``, ``B_k = Σ y f̃ᵀ`` with f̃ = [f, 1]      ``sums``
+``A_k = Σ f̃ f̃ᵀ``, ``B_k = Σ y f̃ᵀ`` with f̃ = [f, 1]      ``engine/head_sums.py``
 ``V = (S + ρI)⁻¹ Cov(f, y)``                          ``solve``
 ``w = V / (π (1 − π) (1 − R²))``                      ``solve``
 ``b = logit(π) − wᵀ mean(f)``                         ``solve``
@@ -16,9 +16,7 @@ the images with the label, and R² = Vᵀ Cov(f, y) / (π (1 − π)). The third
 0/1 labels into logits: for two Gaussians with one covariance it is the direction of linear
 discriminant analysis, exactly.
 
-Only sums leave a client. Where labels are unknown, a label's sums run over the images on which it
-is known: one matrix A_k per label. A label that all its images have, or none has, cannot be solved
-for; it keeps its random row.
+A label that all its images have, or none has, cannot be solved for; it keeps its random row.
 
 The same sums for one label per image: Fed3R (Fanì et al., ICML 2024, arXiv 2406.01116); class means
 alone: FedNCM (Legate et al., NeurIPS 2023); Gaussian heads: GH-OFL (Turazza et al., ICLR 2026,
@@ -27,24 +25,23 @@ arXiv 2602.01186).
 
 from __future__ import annotations
 
+import math
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
 
 import torch
 from torch import Tensor
 
-from fedharmony.correlation import pack_upper, unpack_upper
-from fedharmony.engine.federation import FederationSettings
-from fedharmony.engine.head_trust import trusted
+from fedharmony.engine.head_sums import SUMS, gram_of, head_sums, matrices
 from fedharmony.errors import ConfigError
-from fedharmony.losses import Batch
-from fedharmony.methods.base import Method, Outcome, Stage, Sweep, zeros
+from fedharmony.methods.base import Method, Outcome, Stage
 from fedharmony.models.base import Head
 from fedharmony.rng import numpy_rng
+from fedharmony.server.federation import FederationSettings
+from fedharmony.server.head_trust import trusted
 from fedharmony.terminal import warn_once
-from fedharmony.types import PARAMS, Form, Group, Messages, Record, Replies, Tensors
+from fedharmony.types import PARAMS, Group, Messages, Record, Replies, Tensors
 
-SUMS = "head_sums"  # reply: A_k (upper triangle) and B_k
 #: Bytes that a client may send at most where each label has a matrix of its own.
 LARGEST_REPLY = 256 * 10**6
 #: 1 − R² is no smaller: so few images that a label is fitted without error say little about it.
@@ -73,7 +70,7 @@ class HeadStart:
     clients: int | str = "all"
 
     def __post_init__(self) -> None:
-        if self.matrices > 1 and self.nbytes > LARGEST_REPLY:
+        if matrices(self.method.task) > 1 and self.nbytes > LARGEST_REPLY:
             raise ConfigError(
                 f"federation.head_start = 'closed_form' with unknown labels needs a matrix per "
                 f"label: {self.nbytes / 1e6:,.0f} MB from each client, for "
@@ -82,25 +79,15 @@ class HeadStart:
             )
 
     @property
-    def matrices(self) -> int:
-        """How many matrices A_k a client sends: one, or one per label where some are unknown."""
-        return self.method.task.classes if self.method.task.unknown_labels else 1
-
-    @property
-    def size(self) -> int:
-        """Numbers in f̃."""
-        return self.method.task.width + 1
-
-    @property
     def nbytes(self) -> int:
         """Bytes that a client sends."""
-        triangle = self.size * (self.size + 1) // 2
-        return 8 * (self.matrices * triangle + self.method.task.classes * self.size)
+        forms = head_sums(self.method.task).forms({})
+        return 8 * sum(math.prod(form.shape) for form in forms.values())
 
     def stage(self) -> Stage:
         """The exchange; it comes before the first training."""
-        everyone = self.clients != "cohort"
-        return Stage("head", self.broadcast, self.aggregate, False, self.sums(), everyone)
+        everyone, sums = self.clients != "cohort", head_sums(self.method.task)
+        return Stage("head", self.broadcast, self.aggregate, False, sums, everyone)
 
     def broadcast(self, state: Record, round: int, clients: Sequence[int]) -> Messages:
         """What the method sends before training, to those who are asked."""
@@ -108,32 +95,6 @@ class HeadStart:
             rng = numpy_rng(self.method.task.seed, "head start")
             clients = sorted(rng.choice(clients, self.clients, replace=False).tolist())
         return self.method.broadcast(state, round, clients)
-
-    def sums(self) -> Sweep:
-        """A_k and B_k in float64; the last column counts images, and images with the label."""
-        size, classes, matrices = self.size, self.method.task.classes, self.matrices
-        forms = {
-            "gram": Form((matrices, size * (size + 1) // 2), torch.float64),
-            "cross": Form((classes, size), torch.float64),
-        }
-
-        start = zeros(gram=(matrices, size, size), cross=(classes, size))
-
-        def fold(carry: Tensors, features: Tensor, batch: Batch) -> Tensors:
-            f = features.double()
-            f = torch.cat([f, torch.ones_like(f[:, :1])], dim=-1)
-            rows = batch.rows.unsqueeze(-1)
-            known = (batch.known if isinstance(batch.known, Tensor) else rows).double()
-            counted = known if matrices > 1 else rows.double()
-            return {
-                "gram": carry["gram"] + (counted.mT.unsqueeze(1) * f.mT) @ f,
-                "cross": carry["cross"] + (batch.labels * known).mT @ f,
-            }
-
-        def finish(carry: Tensors, params: Group) -> Tensors:
-            return {**carry, "gram": pack_upper(carry["gram"])}
-
-        return Sweep(SUMS, "features", start, fold, finish, lambda params: forms)
 
     def aggregate(self, state: Record, round: int, sent: Messages, replies: Replies) -> Outcome:
         """Add the sums up, one client at a time, and put the solved head into the model.
@@ -152,8 +113,7 @@ class HeadStart:
         if not total:
             return Outcome(state)
         params = state.get(PARAMS)
-        gram = unpack_upper(total["gram"], self.size)
-        head = solve(gram, total["cross"], self.ridge, params["head.weight"])
+        head = solve(gram_of(total), total["cross"], self.ridge, params["head.weight"])
         fitted = {name: tensor.to(params[name].dtype) for name, tensor in head.items()}
         return Outcome(state.replace({PARAMS: {**params, **fitted}}))
 

@@ -22,7 +22,7 @@ from collections.abc import Sequence
 import torch
 from torch import Tensor
 
-from fedharmony.correlation import unpack_upper
+from fedharmony.engine.head_sums import gram_of
 from fedharmony.robust import median
 from fedharmony.types import Group
 
@@ -51,11 +51,6 @@ def trusted(sums: Sequence[Group], images: Sequence[int], ridge: float) -> list[
     return kept
 
 
-def _gram(sums: Group) -> Tensor:
-    """A_k as matrices, (1 or C, D + 1, D + 1)."""
-    return unpack_upper(sums["gram"], sums["cross"].shape[-1])
-
-
 def _can_be_true(sums: Group, images: int) -> bool:
     """Whether no more images, and of no label more than these, stand behind the sums."""
     counted, positive = sums["gram"][:, -1], sums["cross"][:, -1]  # the constant's last entries
@@ -64,7 +59,7 @@ def _can_be_true(sums: Group, images: int) -> bool:
 
 def _fit(sums: Sequence[Group], ridge: float) -> Tensor:
     """Least squares on labels 0 and 1, (C, D + 1)."""
-    gram = functools.reduce(torch.add, map(_gram, sums))
+    gram = functools.reduce(torch.add, map(gram_of, sums))
     cross = functools.reduce(torch.add, [own["cross"] for own in sums])
     size = gram.shape[-1]
     shift = ridge * gram.diagonal(dim1=-2, dim2=-1).mean(-1).clamp(min=1e-12)
@@ -75,7 +70,7 @@ def _fit(sums: Sequence[Group], ridge: float) -> Tensor:
 
 def _error(sums: Group, head: Tensor) -> float:
     """Mean square of ``y − vᵀf̃`` over a client's images and (known) labels."""
-    gram, cross = _gram(sums), sums["cross"]
+    gram, cross = gram_of(sums), sums["cross"]
     squares = (head.unsqueeze(-2) @ gram @ head.unsqueeze(-1)).flatten()
     total = cross[:, -1] - 2 * (head * cross).sum(-1) + squares
     count = gram[:, -1, -1].expand(len(cross)).sum()

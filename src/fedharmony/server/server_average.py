@@ -13,9 +13,10 @@ last few rounds, the rule "adaptive" keeps ``e = LARGEST_SHARE · min(1, max(0, 
 
 from __future__ import annotations
 
+from collections.abc import Mapping
 from dataclasses import dataclass
 
-from fedharmony.aggregate import RunningMean
+from fedharmony.aggregate import ModelMean
 from fedharmony.types import BUFFERS, PARAMS, Group, Record, Tensors
 
 MODEL = (PARAMS, BUFFERS)
@@ -55,14 +56,9 @@ class ServerAverage:
         keep = min(largest, round / (round + 3))
         if not keep:
             return state.replace({AVERAGE + g: state.get(g) for g in MODEL})
-        return state.replace({AVERAGE + g: self._mean(state, g, keep) for g in MODEL})
-
-    def _mean(self, state: Record, group: str, keep: float) -> Group:
-        """``e s + (1 − e) θ`` of one group, in float64; whole numbers are the last ones."""
-        mean = RunningMean()
-        mean.add(state.get(group), 1 - keep)
-        mean.add(state.get(AVERAGE + group), keep)
-        return mean.result()
+        # θ comes first: of whole numbers, which have no mean, the last ones are kept.
+        mean = _mean(state, {"": 1 - keep, AVERAGE: keep})
+        return state.replace({AVERAGE + g: tensors for g, tensors in mean.items()})
 
     def shown(self, state: Record) -> Record:
         """The state with the averaged model in the place of the global one, and without memory."""
@@ -71,13 +67,17 @@ class ServerAverage:
         if not found:
             return state
         groups = {g: t for g, t in state.groups.items() if not g.startswith((*places, AVERAGE))}
-        for group in MODEL:
-            mean = RunningMean()
-            for prefix in found:
-                mean.add(state.get(prefix + group), 1.0)
-            groups[group] = mean.result()
+        groups |= _mean(state, dict.fromkeys(found, 1.0))
         scalars = {n: v for n, v in state.scalars.items() if n not in (ALONG, LENGTH)}
         return Record(groups, scalars)
+
+
+def _mean(state: Record, weights: Mapping[str, float]) -> dict[str, Group]:
+    """The mean, in float64, of the models that the state holds under these prefixes."""
+    mean = ModelMean()
+    for prefix, weight in weights.items():
+        mean.add(Record({g: state.get(prefix + g) for g in MODEL}), weight)
+    return mean.means()
 
 
 def watch(before: Record, state: Record) -> Record:

@@ -21,12 +21,12 @@ from torch import Tensor
 
 from fedharmony.aggregate import NUMBERS, numbers_of, pooled
 from fedharmony.config import Checked
-from fedharmony.engine.sampling import drops_out
-from fedharmony.engine.server_average import ServerAverage
 from fedharmony.errors import ClientLimitError
 from fedharmony.methods.base import Method, Stage
 from fedharmony.privacy import Noise
 from fedharmony.robust import Robust, Rule
+from fedharmony.server.sampling import drops_out
+from fedharmony.server.server_average import ServerAverage
 from fedharmony.transport.base import Transport, answers
 from fedharmony.transport.sums import AddedUp, Summing
 from fedharmony.types import (
@@ -70,7 +70,7 @@ class FederationSettings(Checked):
         drop_rate: chance that a selected client is lost after it received its message.
         max_failures: a round in which a larger share of the asked clients fails stops the run.
         head_start: "closed_form" solves a linear head before the first training, from sums over the
-            clients' features (``engine/head_start.py``); "random" leaves it as it was drawn.
+            clients' features (``server/head_start.py``); "random" leaves it as it was drawn.
         head_ridge: ρ of that head, in units of the mean variance of a feature.
         head_clients: who sends these sums: "all" clients, the first "cohort", or so many, drawn.
         server_average: the model that is evaluated and given away is a running mean of the global

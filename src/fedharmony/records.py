@@ -1,4 +1,4 @@
-"""Records on disk: safetensors files with a checksum, replaced atomically.
+"""Records as bytes and as files: safetensors with a checksum, replaced atomically.
 
 A crash at any moment leaves either the old file or the new one, never a mixture.
 """

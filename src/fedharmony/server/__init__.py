@@ -1,0 +1,1 @@
+"""What the server does round by round: it draws clients, asks them, and folds their replies."""
