@@ -130,8 +130,8 @@ def test_the_same_direction_by_hand():
 
     Cosines: ab 1, ac and bc 0.6, those with e 0, those with d below. So a, b and c are joined
     first; inside their mean is 2.2/3, and d and e, with −0.65 and 0, are left out. Of the three,
-    {a, b} and {c}: 0.6 between them is more than half of 1, so all are kept. Lengths 2, 4 and 5:
-    the third is cut to 4. (2 + 4 + 2.4)/3 = 2.8, and 3.2/3.
+    {a, b} and {c}: 0.6 between them is more than half of 1, so all are kept. Lengths 2, 4 and 5
+    (and 9 and 0, with the same median): the third is cut to 4. (2 + 4 + 2.4)/3 = 2.8, and 3.2/3.
     """
     models = [model(2, 0), model(4, 0), model(3, 4), model(-9, 0), model(0, 0)]
     found = averaged("same_direction", models, [1] * 5, bound=1)
@@ -162,6 +162,15 @@ def test_without_liars_nobody_is_left_out():
     honest = draws(15, 500, 1)[0]
     honest = honest / honest.norm(dim=1, keepdim=True) + 0.5 * torch.eye(500, dtype=F64)[0]
     assert same_direction(honest @ honest.mT).all()
+
+
+def test_long_updates_that_are_most_of_those_kept_are_still_cut():
+    """Updates 1, 90 and 80 east, 1 north and 1 south-west: north and south-west are left out.
+
+    Of the three lengths that are kept the median is 80, of all five it is 1: none counts for more.
+    """
+    models = [model(1, 0), model(90, 0), model(80, 0), model(0, 1), model(-0.6, -0.8)]
+    assert averaged("same_direction", models, [1] * 5, bound=1) == pytest.approx([1, 0])
 
 
 def test_nobody_moved_keeps_the_model():

@@ -140,7 +140,9 @@ class RobustMean(ModelMean):
             return all_of_it, bounded(lengths, self.robust.bound * median(self._lengths))
         if self.robust.rule == "same_direction":
             kept = same_direction(gram)
-            return kept, bounded(lengths, self.robust.bound * median(lengths[kept > 0]))
+            # Of all and of those kept: where honest updates are left out, liars may be most of it.
+            usual = min(median(lengths), median(lengths[kept > 0]))
+            return kept, bounded(lengths, self.robust.bound * usual)
         if self.robust.rule == "multi_krum":
             return krum(gram, math.ceil(self.robust.bad * len(gram))), all_of_it
         return geometric_median(gram, weights) / (weights / weights.sum()), all_of_it

@@ -397,8 +397,9 @@ def _out_of_range(record: Record, expected: Forms, finite: bool | None) -> str |
     looked = [(n, t, r) for n, t, r in looked if not (finite and r == _ANY)]
     if not looked:
         return None
-    # One look at the device for the whole record, not one per tensor.
-    ends = torch.stack([torch.stack(t.detach().aminmax()).double() for _, t, _ in looked])
+    # One look at the device for the whole record, not one per tensor; some may lie elsewhere.
+    place = max((t.device for _, t, _ in looked), key=lambda device: device.type == "cuda")
+    ends = torch.stack([torch.stack(t.detach().aminmax()).double().to(place) for _, t, _ in looked])
     for (name, tensor, (low, high)), (least, most) in zip(looked, ends.tolist(), strict=True):
         if not (least >= -LARGEST and most <= LARGEST):  # a NaN is the least and the most
             packed = {f"{name}/{n}": t for n, t in record.get(name).items()}
