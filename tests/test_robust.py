@@ -164,6 +164,35 @@ def test_without_liars_nobody_is_left_out():
     assert same_direction(honest @ honest.mT).all()
 
 
+@pytest.mark.parametrize(
+    ("head", "body", "found"),
+    [
+        ([-1.0, 0.0], [3.0, 0.0], [3.0, 0.0]),
+        ([1.0, 0.0], [-30.0, 0.0], [3.0, 0.0]),
+        ([1.0, 0.0], [0.0, 3.0], [2.25, 0.75]),
+    ],
+)
+def test_heads_must_agree_and_the_rest_may_not_point_the_other_way(
+    head: list[float], body: list[float], found: list[float]
+):
+    """Three clients with head (1, 0) and body (3, 0), and a fourth.
+
+    One with the opposite head is left out, though all of it together has a cosine of 0.8 with the
+    others ((−1 + 9)/10); so is one with the opposite body: (1 − 90)/(√10 √901) = −0.94. One whose
+    body goes another way has a cosine of 1/10 and is kept: (9 + 0)/4 and 3/4.
+    """
+
+    def client(head: list[float], body: list[float]) -> Record:
+        tensors = {"head.w": torch.tensor(head, dtype=F64), "w": torch.tensor(body, dtype=F64)}
+        return Record({PARAMS: tensors})
+
+    state = client([0.0, 0.0], [0.0, 0.0])
+    mean = Robust("same_direction").mean(state)
+    for record in [client([1.0, 0.0], [3.0, 0.0])] * 3 + [client(head, body)]:
+        mean.add(record, 1.0)
+    assert mean.update(state).get(PARAMS)["w"].tolist() == pytest.approx(found)
+
+
 def test_long_updates_that_are_most_of_those_kept_are_still_cut():
     """Updates 1, 90 and 80 east, 1 north and 1 south-west: north and south-west are left out.
 

@@ -11,8 +11,8 @@ u_k = θ_k − θ is a client's update, w_k the weight that the method gives it.
 ``geometric_median``  the point with the smallest Σ w_k ‖θ_k − z‖ (Weiszfeld's iteration)
 ``multi_krum``        mean over the m − f clients whose m − f − 2 nearest others are nearest, with
                       f = ⌈bad · m⌉
-``same_direction``    mean of the updates that point the way of most others, cut to ``bound`` ·
-                      median of their lengths
+``same_direction``    mean of the updates whose head points the way of most others' and whose whole
+                      does not point against them, cut to ``bound`` · median of their lengths
 ====================  ============================================================================
 
 Norm bound: Sun et al., 2019 (arXiv 1911.07963). Median, trimmed mean: Yin et al., ICML 2018 (arXiv
@@ -20,7 +20,9 @@ Norm bound: Sun et al., 2019 (arXiv 1911.07963). Median, trimmed mean: Yin et al
 al., NeurIPS 2017; it chooses clients without looking at weights, and averages the chosen with them.
 The last rule parts a cohort in two by the cosines of its updates, as Sattler et al. (ICASSP 2020)
 and FLAME (Nguyen et al., USENIX Security 2022) do: honest updates of skewed clients differ in many
-ways, but all point downhill. When the smaller part is left out is our choice.
+ways, but all point downhill. When the smaller part is left out is our choice, and so is the look at
+the head alone: in the millions of numbers before it, updates of honest clients soon have cosines of
+hardly more than nothing.
 
 A weight is a claim, too: under every rule but "none" no client weighs more than ``cap`` times the
 median of its cohort.
@@ -60,6 +62,8 @@ BY_NUMBER = ("median", "trimmed_mean")
 ROBUST = "robust"  # state, "norm_bound": lengths of the last updates
 #: "norm_bound": so many lengths are remembered.
 REMEMBERED = 200
+#: "same_direction": how names of the parameters of a head begin.
+HEAD = "head."
 #: Weiszfeld's iteration ends when no share moves by more than this, or after so many steps.
 STILL, STEPS = 1e-9, 200
 #: Shares that add up to one half within this are taken for one half.
@@ -132,14 +136,20 @@ class RobustMean(ModelMean):
 
     def _judged(self, weights: Tensor) -> tuple[Tensor, Tensor]:
         """What a client's weight, and the length of its update, are multiplied with, (m,) each."""
-        gram = products([self.received.get(PARAMS), *(r.get(PARAMS) for r in self._held)]).cpu()
+        models = [self.received.get(PARAMS), *(r.get(PARAMS) for r in self._held)]
+        gram = products(models).cpu()
         lengths, all_of_it = gram.diagonal().sqrt(), torch.ones_like(weights)
         if self.robust.rule == "norm_bound":
             past = self.received.get(ROBUST).get("lengths", lengths[:0]).to(lengths)
             self._lengths = torch.cat([past, lengths])
             return all_of_it, bounded(lengths, self.robust.bound * median(self._lengths))
         if self.robust.rule == "same_direction":
-            kept = same_direction(gram)
+            heads = [head_of(model) for model in models]
+            if heads[0]:
+                kept = same_direction(products(heads).cpu())
+                kept = same_direction(gram, least=-0.5, among=kept)
+            else:
+                kept = same_direction(gram)
             # Of all and of those kept: where honest updates are left out, liars may be most of it.
             usual = min(median(lengths), median(lengths[kept > 0]))
             return kept, bounded(lengths, self.robust.bound * usual)
@@ -263,17 +273,25 @@ def krum(gram: Tensor, bad: int) -> Tensor:
     return chosen
 
 
-def same_direction(gram: Tensor) -> Tensor:
+def head_of(model: Group) -> Group:
+    """The parameters of a model's last layers: there honest updates agree longest."""
+    return {name: tensor for name, tensor in model.items() if name.startswith(HEAD)}
+
+
+def same_direction(gram: Tensor, least: float = 0.5, among: Tensor | None = None) -> Tensor:
     """1 for clients whose update points the way of most others, else 0.
 
     Clients are joined by the mean cosine between their updates (average linkage) until two groups
-    are left. The smaller one is left out if the mean cosine between the groups is less than half
-    of that inside the larger; then once more with those that are kept, as long as they are more
-    than half of all. Weights do not count: what a client claims to have gives it no voice here.
+    are left. The smaller one is left out if the mean cosine between the groups is less than
+    ``least`` times that inside the larger; then once more with those that are kept, as long as they
+    are more than half of all. Weights do not count: what a client claims to have gives it no voice
+    here. Clients that ``among`` leaves out stay out.
 
     >>> updates = torch.tensor([[2.0, 1], [1, 0], [1, 1], [-1, -1], [0, 0]])
     >>> same_direction(updates @ updates.mT)
     tensor([1., 1., 1., 0., 0.])
+    >>> same_direction(updates @ updates.mT, least=-0.5)
+    tensor([1., 1., 1., 0., 1.])
     """
     from scipy.cluster.hierarchy import linkage, to_tree  # here: most runs do without
     from scipy.spatial.distance import squareform
@@ -281,6 +299,7 @@ def same_direction(gram: Tensor) -> Tensor:
     lengths = gram.diagonal().sqrt()
     scale = torch.where(lengths > 0, 1 / lengths, 0.0)
     cosines, kept = gram * scale * scale[:, None], torch.arange(len(gram))
+    kept = kept if among is None else kept[among > 0]
     while len(kept) > 2:
         own = cosines[kept][:, kept]
         apart = (1 - own).clamp(min=0).numpy()  # 1 − 1 may be a little less than nothing
@@ -290,7 +309,7 @@ def same_direction(gram: Tensor) -> Tensor:
         ]
         inside = own[most][:, most]
         mean_inside = (inside.sum() - inside.trace()) / max(1, inside.numel() - len(inside))
-        if 2 * len(most) <= len(gram) or not own[most][:, rest].mean() < mean_inside / 2:
+        if 2 * len(most) <= len(gram) or not own[most][:, rest].mean() < least * mean_inside:
             break
         kept = kept[sorted(most)]
     return torch.zeros(len(gram), dtype=gram.dtype).index_fill(0, kept, 1.0)
