@@ -6,6 +6,7 @@ import base64
 import csv
 import functools
 import io
+import itertools
 import json
 import math
 import re
@@ -447,6 +448,15 @@ def test_small_heat_maps_say_their_values_and_name_rows_and_columns() -> None:
     assert text.count("rotate(-90") == 3
     many = correlation_map("x", np.zeros((21, 21)), LabelOrder(np.arange(21)), ["l"] * 21, 0.5).svg
     assert not re.findall(r">[−\d]+</text>", many)
+
+
+def test_numbers_of_clusters_do_not_overlap() -> None:
+    """400 labels on 336 units: clusters of 2 labels are 1.7 units apart, a number is 11 high."""
+    order = LabelOrder(np.arange(400), ((0, 300), *((i, i + 2) for i in range(300, 400, 2))))
+    drawn = correlation_map("x", np.zeros((400, 400)), order, [], 0.5).svg
+    places = [float(y) for y in re.findall(r'<text x="[^"]*" y="([^"]*)"', drawn)]
+    assert len(places) > 5
+    assert min(b - a for a, b in itertools.pairwise(places)) >= svg.FONT
 
 
 def test_unknown_entries_and_the_diagonal_are_left_out() -> None:

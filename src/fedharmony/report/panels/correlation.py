@@ -141,9 +141,12 @@ def correlation_map(
     row_names(drawing, names, left - 4, 4, step)
     column_names(drawing, names, left, 4 + side + 4, step)
     if not names:
+        free = 0.0  # where the next number of a cluster has room
         for i, (first, end) in enumerate(order.clusters):
             middle = 4 + step * (first + end) / 2
-            drawing.text(left - 4, middle, str(i + 1), colour=svg.MUTED, anchor="end")
+            if middle >= free:
+                drawing.text(left - 4, middle, str(i + 1), colour=svg.MUTED, anchor="end")
+                free = middle + svg.FONT
     if size <= MOST_VALUES:
         _write_values(drawing, ordered, left, step)
     return Picture(title, drawing.svg(f"Heat map: {title}"), note)
