@@ -248,10 +248,11 @@ class CorrelationTable:
         common = consensus.everybody()
         places = {k: row for row, k in enumerate(self.rows["client"].tolist())}
         heard = torch.tensor([places[k] for k in clients if k in places], device=self.device).long()
+        rows = {**self.rows, "place": torch.arange(len(places), device=self.device)}
         others = (
             Agreement(*own)
             for part in parts(len(heard), self.classes**2, self.device)
-            for own in zip(*consensus.without(_select(self.rows, heard[part]), dtype), strict=True)
+            for own in zip(*consensus.without(_select(rows, heard[part]), dtype), strict=True)
         )
         everybody = Agreement(common.matrix.to(dtype), common.known)
         return common, [next(others) if k in places else everybody for k in clients]
@@ -424,10 +425,10 @@ class _WeightedMiddle:
     Sorted values x with weights w are one step function of the weight q that lies below, and S(q)
     is its integral from 0. The middle is ``(S(W − tW) − S(tW)) / (W − 2tW)`` of the total weight W.
     Without a client, whose weight w_k has A_k below it, the integral is S(q) up to A_k, and
-    ``S(q + w_k) − w_k x_k`` above: a search among the sorted values for each of its entries.
+    ``S(q + w_k) − w_k x_k`` above: two searches among the sorted weights for each of its entries.
 
-    The sorted values, their sums and the sums of their weights (with a zero before them, and
-    without) are kept: in float64, eight times the memory of the clients' matrices.
+    The sorted values, their sums, the sums of their weights (with a zero before them, and without)
+    and A are kept: in float64, ten times the memory of the clients' matrices.
     """
 
     def __init__(self, table: CorrelationTable, round: int) -> None:
@@ -439,24 +440,25 @@ class _WeightedMiddle:
         self.ends = weights.cumsum(-1)
         self.upto = torch.cat([start, self.ends], -1)
         self.integral = torch.cat([start, (self.ordered * weights).cumsum(-1)], -1)
+        self.below = torch.empty_like(weights).scatter_(-1, order, self.upto[:, :-1])
 
     def everybody(self) -> Agreement:
         """The consensus of all clients of the table."""
         nobody = torch.zeros_like(self.upto[:, :1])
-        mean = self._middle(nobody, nobody)
+        mean = self._middle(nobody, nobody, nobody)
         return self._agreement(mean.squeeze(-1), self.sums.weight > 0, torch.float64)
 
     def without(self, rows: Group, dtype: torch.dtype) -> Agreement:
         """For each of these clients the consensus of all others, (m, C, C)."""
         values, weights = self.sums.terms(rows)
         known = self.sums.weight - weights > _FADED * self.sums.weight
-        mean = self._middle(values.mT.contiguous(), weights.mT.contiguous())
+        own, weight = values.mT.contiguous(), weights.mT.contiguous()
+        mean = self._middle(own, weight, self.below[:, rows["place"]])
         return self._agreement(mean.mT, known, dtype)
 
-    def _middle(self, own: Tensor, weight: Tensor) -> Tensor:
-        """The middle without values ``own`` and their weights, (pairs, m) each."""
+    def _middle(self, own: Tensor, weight: Tensor, below: Tensor) -> Tensor:
+        """The middle without values ``own``, their weights and A, (pairs, m) each."""
         trim, rest = self.sums.operator.trim, self.upto[:, -1:] - weight
-        below = self.upto.gather(-1, torch.searchsorted(self.ordered, own))
 
         def integral(q: Tensor) -> Tensor:
             passed = q > below
