@@ -3,21 +3,18 @@
 A round is a list of stages, mostly one. In each, the method makes a message for every client of the
 cohort (``broadcast``), the transport brings replies back (``exchange``), and the method folds them
 into the server's state (``aggregate``). What is between the two is here: who drops out, which
-replies are believed (:func:`problem`), how many may fail, and what a round's event says.
+replies are believed (``server/replies.py``), how many may fail, and what a round's event says.
 """
 
 from __future__ import annotations
 
-import math
 import time
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import asdict, dataclass, field, replace
 from typing import Annotated, Any, Literal
 
-import torch
 from annotated_types import Ge, Gt, Le, Lt
 from pydantic import Field
-from torch import Tensor
 
 from fedharmony.aggregate import NUMBERS, numbers_of, pooled
 from fedharmony.config import Checked
@@ -25,6 +22,7 @@ from fedharmony.errors import ClientLimitError
 from fedharmony.methods.base import Method, Stage
 from fedharmony.privacy import Noise
 from fedharmony.robust import Robust, Rule
+from fedharmony.server.replies import Forms, out_of_range, problem
 from fedharmony.server.sampling import drops_out
 from fedharmony.server.server_average import ServerAverage
 from fedharmony.transport.base import Transport, answers
@@ -32,28 +30,19 @@ from fedharmony.transport.sums import AddedUp, Summing
 from fedharmony.types import (
     BUFFERS,
     EVERYBODY,
-    LARGEST,
     PARAMS,
     Failure,
     Form,
-    Group,
     Messages,
-    Packed,
     Record,
     Replies,
     Reply,
-    shapes_of,
 )
 
 Event = dict[str, Any]
 AverageRule = (
     Annotated[float, Ge(0), Lt(1)] | Annotated[str, Field(pattern="^(adaptive|last:[1-9][0-9]?)$")]
 )
-Forms = Mapping[str, Mapping[str, Form]]
-
-#: How far a number may lie outside of its range by rounding.
-ROUNDING = 1e-6
-_ANY = (-math.inf, math.inf)
 
 
 @dataclass(frozen=True)
@@ -283,7 +272,7 @@ class Federation:
         least = self.settings.sum_least if self.noise is None else 1
         if total.record is None or len(total.clients) < least:
             return
-        if (reason := _out_of_range(total.record, {}, None)) is not None:
+        if (reason := out_of_range(total.record, {}, None)) is not None:
             tally.failures += [Failure(k, stage.name, round, reason) for k in total.clients]
             return
         numbers = {name: float(t) for name, t in total.record.get(NUMBERS).items()}
@@ -339,81 +328,3 @@ def stages_of(method: Method, opening: Sequence[Stage], round: int) -> Sequence[
         return stages
     first = next((i for i, stage in enumerate(stages) if stage.train), len(stages))
     return [*stages[:first], *opening, *stages[first:]]
-
-
-def problem(record: Record, expected: Forms, finite: bool | None = None) -> str | None:
-    """Why a reply cannot be used, or None: a tensor is missing, or does not have its form.
-
-    ``finite``: the values are known to be finite and need no look.
-
-    >>> expected = {"params": {"w": Form((1,), low=0.0)}}
-    >>> problem(Record({"params": {"w": torch.tensor([float("nan")])}}), expected)
-    'params/w holds a value that is not finite'
-    >>> problem(Record({"params": {"w": torch.tensor([1])}}), expected)
-    'params/w is of torch.int64, expected torch.float32'
-    >>> problem(Record({"params": {"w": torch.tensor([-0.5])}}), expected)
-    'params/w holds -0.5, outside of [0, inf]'
-    """
-    for group in record.groups:
-        if group not in expected and record.get(group):
-            return f"group {group!r} was not asked for"
-    for group, forms in expected.items():
-        if (reason := _misformed(group, record.get(group), forms)) is not None:
-            return reason
-    if (reason := _out_of_range(record, expected, finite)) is not None:
-        return reason
-    for name, value in record.scalars.items():
-        if isinstance(value, str) or not math.isfinite(value):
-            return f"{name} is {value!r}, no finite number"
-    return None
-
-
-def _misformed(group: str, tensors: Group, forms: Mapping[str, Form]) -> str | None:
-    """The first tensor of a group that is missing, or of another shape or type than expected."""
-    if tensors.keys() != forms.keys():
-        odd = sorted(tensors.keys() ^ forms.keys())
-        return f"group {group!r} has missing or unexpected tensors: {', '.join(odd[:3])}"
-    found = shapes_of(tensors)
-    for name, form in forms.items():
-        shape, dtype = found[name]
-        if shape != form.shape:
-            return f"{group}/{name} has shape {shape}, expected {form.shape}"
-        if dtype != form.dtype:
-            return f"{group}/{name} is of {dtype}, expected {form.dtype}"
-    return None
-
-
-def _out_of_range(record: Record, expected: Forms, finite: bool | None) -> str | None:
-    """The first tensor with a value that is not finite, too large, or not in its range."""
-    looked: list[tuple[str, Tensor, tuple[float, float]]] = []
-    for group, members in record.groups.items():
-        ranges = {name: (form.low, form.high) for name, form in expected.get(group, {}).items()}
-        if isinstance(members, Packed) and set(ranges.values()) <= {_ANY}:
-            looked.append((group, members.row, _ANY))
-            continue
-        for name, tensor in members.items():
-            if tensor.is_floating_point() and tensor.numel():
-                looked.append((f"{group}/{name}", tensor, ranges.get(name, _ANY)))
-    looked = [(n, t, r) for n, t, r in looked if not (finite and r == _ANY)]
-    if not looked:
-        return None
-    # One look at the device for the whole record, not one per tensor; some may lie elsewhere.
-    place = max((t.device for _, t, _ in looked), key=lambda device: device.type == "cuda")
-    ends = torch.stack([torch.stack(t.detach().aminmax()).double().to(place) for _, t, _ in looked])
-    for (name, tensor, (low, high)), (least, most) in zip(looked, ends.tolist(), strict=True):
-        if not (least >= -LARGEST and most <= LARGEST):  # a NaN is the least and the most
-            packed = {f"{name}/{n}": t for n, t in record.get(name).items()}
-            return _unusable(packed or {name: tensor})
-        if least < low - ROUNDING or most > high + ROUNDING:
-            worst = least if least < low - ROUNDING else most
-            return f"{name} holds {worst:g}, outside of [{low:g}, {high:g}]"
-    return None
-
-
-def _unusable(tensors: Group) -> str:
-    """Which of the tensors no model can be made with."""
-    name = next(n for n, t in tensors.items() if not bool((t.abs() <= LARGEST).all()))
-    if not bool(tensors[name].isfinite().all()):
-        return f"{name} holds a value that is not finite"
-    size = float(tensors[name].abs().max())
-    return f"{name} holds {size:g}, and the square of a number above {LARGEST:.2g} overflows"
