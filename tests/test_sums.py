@@ -348,10 +348,10 @@ class Faulty:
 @pytest.mark.parametrize("how", ["not finite", "form", "failure", "silent"])
 def test_a_share_that_cannot_be_added_is_left_out(how: str) -> None:
     """Afterwards that client subtracts nothing: the sums do not hold what it remembers."""
-    own = toy("fedharmony", federation=SUMS, cohort=6, rounds=3)
+    own = toy("fedharmony", federation=SUMS, cohort=6, rounds=3, names=tuple("abcdef"))
     own.transport = Faulty(own.transport, 3, 1, how)
     state, events = own.run()
-    assert [f["client"] for f in events[1]["failures"]] == [3]
+    assert [(f["client"], f["name"]) for f in events[1]["failures"]] == [(3, "d")]
     assert events[1]["reported"] == [0, 1, 2, 4, 5]
     assert [event["failures"] for event in (events[0], events[2])] == [[], []]
     assert all(t.isfinite().all() for _, t in state.tensors() if t.is_floating_point())

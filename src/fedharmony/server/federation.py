@@ -266,14 +266,15 @@ class Federation:
         asked = self._asked(round, sent, tally)
         adds = self.transport if isinstance(self.transport, Summing) else AddedUp(self.transport)
         total = adds.total(stage, round, asked)
-        tally.failures += total.failures
+        tally.failures += map(self._named, total.failures)
         tally.bytes_up += total.nbytes
         tally.saved += total.saved
         least = self.settings.sum_least if self.noise is None else 1
         if total.record is None or len(total.clients) < least:
             return
         if (reason := out_of_range(total.record, {}, None)) is not None:
-            tally.failures += [Failure(k, stage.name, round, reason) for k in total.clients]
+            lost = (Failure(k, stage.name, round, reason) for k in total.clients)
+            tally.failures += map(self._named, lost)
             return
         numbers = {name: float(t) for name, t in total.record.get(NUMBERS).items()}
         if stage.train:
