@@ -148,6 +148,17 @@ def test_half_of_the_mean_cosine_decides_about_a_minority():
     assert same_direction(even @ even.mT).tolist() == [1, 1, 1, 1]
 
 
+def test_a_quarter_less_is_needed_where_clients_hardly_agree():
+    """Four clients with cosines of 0.3 to each other, a fifth with 0.06 or 0.04 to each of them.
+
+    Both are less than half of 0.3, but only the second is by ¼ less. Cosines are taken as they are.
+    """
+    for cosine, kept in [(0.06, 1), (0.04, 0)]:
+        gram = torch.full((5, 5), 0.3, dtype=F64).fill_diagonal_(1)
+        gram[4, :4] = gram[:4, 4] = cosine
+        assert same_direction(gram).tolist() == [1, 1, 1, 1, kept]
+
+
 @pytest.mark.parametrize("lie", [-1.0, 0.0])
 def test_liars_that_agree_are_still_a_minority(lie: float):
     """Nine honest updates with cosines of 0.4, against six that say the same, which is the opposite
@@ -467,7 +478,7 @@ def test_a_head_start_with_liars_is_that_of_the_others(known: bool):
 
 
 def test_free_riders_are_all_left_out_however_many_there_are():
-    """Updates of zero have the same cosine, 0, with everybody: all joins of theirs are ties."""
+    """Updates of zero have no direction, and would only blur that of the others."""
     honest = draws(9, 500, 2)[0]
     honest = honest / honest.norm(dim=1, keepdim=True) + 0.8 * torch.eye(500, dtype=F64)[0]
     updates = torch.cat([honest, torch.zeros(6, 500, dtype=F64)])

@@ -62,8 +62,9 @@ BY_NUMBER = ("median", "trimmed_mean")
 ROBUST = "robust"  # state, "norm_bound": lengths of the last updates
 #: "norm_bound": so many lengths are remembered.
 REMEMBERED = 200
-#: "same_direction": how names of the parameters of a head begin.
-HEAD = "head."
+#: "same_direction": how names of the parameters of a head begin; and by how much a cosine must be
+#: less than another one to count: honest clients of the same labels agree better with each other.
+HEAD, CLEARLY = "head.", 0.25
 #: Weiszfeld's iteration ends when no share moves by more than this, or after so many steps.
 STILL, STEPS = 1e-9, 200
 #: Shares that add up to one half within this are taken for one half.
@@ -283,11 +284,11 @@ def same_direction(gram: Tensor, least: float = 0.5, among: Tensor | None = None
 
     Clients are joined by the mean cosine between their updates (average linkage) until two groups
     are left. The smaller one is left out if the mean cosine between the groups is less than
-    ``least`` times that inside the larger; then once more with those that are kept, as long as they
-    are more than half of all. Weights do not count: what a client claims to have gives it no voice
-    here. Clients that ``among`` leaves out stay out.
+    ``least`` times that inside the larger, and by ¼ less than that; then once more with those that
+    are kept, as long as they are more than half of all. Weights do not count: what a client claims
+    to have gives it no voice here. Clients that ``among`` leaves out stay out.
 
-    >>> updates = torch.tensor([[2.0, 1], [1, 0], [1, 1], [-1, -1], [0, 0]])
+    >>> updates = torch.tensor([[2.0, 1], [1, 0], [1, 1], [-1, -1], [-1, 2]])
     >>> same_direction(updates @ updates.mT)
     tensor([1., 1., 1., 0., 0.])
     >>> same_direction(updates @ updates.mT, least=-0.5)
@@ -300,6 +301,8 @@ def same_direction(gram: Tensor, least: float = 0.5, among: Tensor | None = None
     scale = torch.where(lengths > 0, 1 / lengths, 0.0)
     cosines, kept = gram * scale * scale[:, None], torch.arange(len(gram))
     kept = kept if among is None else kept[among > 0]
+    if 2 * int((lengths[kept] > 0).sum()) > len(gram):  # an update of zero has no direction
+        kept = kept[lengths[kept] > 0]
     while len(kept) > 2:
         own = cosines[kept][:, kept]
         apart = (1 - own).clamp(min=0).numpy()  # 1 − 1 may be a little less than nothing
@@ -309,7 +312,8 @@ def same_direction(gram: Tensor, least: float = 0.5, among: Tensor | None = None
         ]
         inside = own[most][:, most]
         mean_inside = (inside.sum() - inside.trace()) / max(1, inside.numel() - len(inside))
-        if 2 * len(most) <= len(gram) or not own[most][:, rest].mean() < least * mean_inside:
+        enough = min(least * mean_inside, mean_inside - CLEARLY)
+        if 2 * len(most) <= len(gram) or own[most][:, rest].mean() >= enough:
             break
         kept = kept[sorted(most)]
     return torch.zeros(len(gram), dtype=gram.dtype).index_fill(0, kept, 1.0)
