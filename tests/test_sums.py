@@ -341,6 +341,10 @@ class Faulty:
                 yield replace(answer, finite=False)
             elif self._how == "form":
                 yield replace(answer, record=Record({PARAMS: {"w": torch.zeros(1)}}))
+            elif self._how == "huge":
+                groups = answer.record.groups.items()
+                tensors = {g: {n: 1e30 * t for n, t in own.items()} for g, own in groups}
+                yield replace(answer, record=Record(tensors))
             elif self._how == "failure":
                 yield Failure(answer.client, stage.name, round, "it is ill")
 
@@ -356,6 +360,17 @@ def test_a_share_that_cannot_be_added_is_left_out(how: str) -> None:
     assert [event["failures"] for event in (events[0], events[2])] == [[], []]
     assert all(t.isfinite().all() for _, t in state.tensors() if t.is_floating_point())
     assert (state.get(FOLDED)["weight"] >= 0).all()
+
+
+def test_a_sum_that_cannot_be_used_names_all_who_are_in_it() -> None:
+    """Nobody can tell whose share it was: the round counts for nothing."""
+    few = replace(SUMS, max_failures=1.0)
+    own = toy("fedavg", federation=few, cohort=6, rounds=1, names=tuple("abcdef"))
+    own.transport = Faulty(own.transport, 3, 0, "huge")
+    state, (event,) = own.run()
+    assert [f["name"] for f in event["failures"]] == list("abcdef")
+    assert "overflows" in event["failures"][0]["reason"]
+    assert same_bits(Record({PARAMS: state.get(PARAMS)}), Record({PARAMS: own.parameters()[0]}))
 
 
 def test_a_sum_over_too_few_is_thrown_away() -> None:
