@@ -9,8 +9,8 @@ demo           the demo's model of 114,900 parameters, from scratch, 20 clients 
 features-100   logistic regression, 210 parameters, on 8,000 feature vectors (scikit-learn's
                ``make_multilabel_classification``), 100 clients, 16 rounds
 features-1000  the same with 1,000 clients of 8 vectors each
-voc            ViT-Ti/16 from ImageNet, 5.5 million parameters, closed-form head, VOC 2012 on 1,000
-               clients, 8 rounds of one epoch; needs data.path and model.weights
+voc            ViT-Ti/16 from ImageNet, 5.5 million parameters, closed-form head, VOC 2012 on 500
+               clients, 4 rounds of one epoch; needs data.path and model.weights
 =============  =====================================================================================
 
 Every curve also has a run without noise. Writes results/privacy.json, and results/privacy.svg.
@@ -46,8 +46,8 @@ CURVES = {
     "features-100": [*VECTORS, "split.clients=100"],
     "features-1000": [*VECTORS, "split.clients=1000"],
     "voc": [
-        *("split.clients=1000", "federation.cohort=", "federation.participation=0.5"),
-        *("federation.head_start=closed_form", "run.rounds=8", "train.epochs=1"),
+        *("split.clients=500", "federation.cohort=", "federation.participation=0.2"),
+        *("federation.head_start=closed_form", "run.rounds=4", "train.epochs=1"),
     ],
 }
 CONFIGS = {"demo": "demo", "voc": "voc2012_tiny"}
@@ -55,7 +55,7 @@ WORDS = {
     "demo": "demo, 20 clients",
     "features-100": "features, 100 clients",
     "features-1000": "features, 1,000 clients",
-    "voc": "VOC 2012, 1,000 clients",
+    "voc": "VOC 2012, whole ViT-Ti, 500 clients",
 }
 #: Of the figure: size, edges and colours that can be told apart without colour vision.
 WIDTH, HEIGHT, LEFT, RIGHT, TOP, BOTTOM = 640, 340, 52, 200, 16, 44
