@@ -62,7 +62,9 @@ def main() -> None:
                 torch.cuda.synchronize()
                 peak = torch.cuda.max_memory_allocated() - before
             times.append(time.perf_counter() - began)
-        rows.append({"rule": rule, "seconds": statistics.median(times[1:]), "beyond_gb": peak / 1e9})
+        rows.append(
+            {"rule": rule, "seconds": statistics.median(times[1:]), "beyond_gb": peak / 1e9}
+        )
         over = rows[-1]["seconds"] / rows[0]["seconds"]
         print(f"{rule:17} {rows[-1]['seconds']:8.4f} s  x {over:5.1f}  {peak / 1e9:5.2f} GB beyond")
     found = {

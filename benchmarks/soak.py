@@ -29,6 +29,7 @@ import sys
 import tempfile
 import time
 from collections.abc import Iterator
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -112,13 +113,14 @@ class Soaked:
         settings = TrainSettings(epochs=1, batch_size=BATCH, optimiser="sgd", lr=LR)
         fast = fast_path(device)
         ways = {"fast": fast, "plain": ComputeMode(), "half": ComputeMode(half=True)}
+        ways = {name: replace(mode, share=share) for name, mode in ways.items()}
         self.ways: dict[str, InProcess] = {}
         for name, mode in ways.items():
             cohort = Cohort(
                 net, self.method, data, clients, settings, seed, device, frozen=frozen, mode=mode
             )
             params = {**trained, **frozen}
-            rule = RoomTest(net, params, mode, device, BATCH, (3, side, side), share).rule()
+            rule = RoomTest(net, params, mode, device, BATCH, (3, side, side)).rule()
             self.ways[name] = InProcess(cohort, rule)
         state = self.method.init_state(trained, backbone.init_buffers())
         self.state: Record = (state.replace({FROZEN: frozen}) if frozen else state).to(device)

@@ -20,6 +20,7 @@ from fedharmony.config import build
 from fedharmony.data.base import LabelledImages, TensorImages
 from fedharmony.engine import sweeping as engine
 from fedharmony.engine.cohort import Cohort
+from fedharmony.engine.compute_mode import ComputeMode
 from fedharmony.engine.optimise import TrainSettings
 from fedharmony.errors import CheckpointError, ConfigError
 from fedharmony.experiments import run
@@ -971,11 +972,15 @@ def test_settings_out_of_range_are_refused(setting: str, value: Any) -> None:
 # -- in the engine --------------------------------------------------------------------------------
 
 
-def test_gradients_stay_within_their_room(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Room for three images' gradients: steps of at most three, whatever the sweep's batch."""
-    toy = Toy("fedcurv", rounds=1)
+@pytest.mark.parametrize("share", [1.0, 0.25])
+def test_gradients_stay_within_their_room(monkeypatch: pytest.MonkeyPatch, share: float) -> None:
+    """Room for three images' gradients: steps of at most three, whatever the sweep's batch.
+
+    A run that may take a quarter of the memory has a quarter of the room.
+    """
+    toy = Toy("fedcurv", rounds=1, mode=ComputeMode(share=share))
     room = 3 * 4 * toy.model.num_parameters
-    monkeypatch.setitem(engine.GRADIENT_BYTES, "cpu", room)
+    monkeypatch.setitem(engine.GRADIENT_BYTES, "cpu", int(room / share))
     seen: list[int] = []
     compute = toy.trainer.sweeper._gradients
 

@@ -5,8 +5,11 @@ from __future__ import annotations
 import contextlib
 import functools
 import importlib
+import itertools
+import json
 import logging
 import weakref
+from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
 
@@ -15,7 +18,7 @@ import torch
 from torch import Tensor
 from torch._functorch.aot_autograd import make_boxed_func
 
-from fedharmony.aggregate import RunningMean
+from fedharmony.aggregate import ModelMean, RunningMean
 from fedharmony.data.base import TensorImages
 from fedharmony.engine import training
 from fedharmony.engine.compute_mode import ComputeMode
@@ -33,9 +36,11 @@ from fedharmony.engine.optimise import (
 from fedharmony.engine.room import RoomTest, StackRule
 from fedharmony.engine.stacking import StackedMessage
 from fedharmony.errors import ConfigError, DeviceMemoryError
+from fedharmony.experiments import build, run
 from fedharmony.experiments.build import assemble
 from fedharmony.experiments.evaluate import evaluate
-from fedharmony.experiments.machine import choose_mode, switch_torch
+from fedharmony.experiments.folder import RunFolder
+from fedharmony.experiments.machine import choose_mode, keep_to_share, switch_torch
 from fedharmony.experiments.settings import EngineSettings, load_settings
 from fedharmony.methods.base import methods
 from fedharmony.metrics import evaluate as metrics_of
@@ -1017,9 +1022,62 @@ def test_widths_on_a_gpu_follow_from_its_memory(
     monkeypatch.setattr(torch.cuda, "mem_get_info", lambda device: (free, total))
     monkeypatch.setattr(RoomTest, "_bytes_per_image", lambda self: 10**7)
     params = {"w": torch.zeros(10**6)}
-    gpu = torch.device("cuda")
-    test = RoomTest(small_vit(), params, ComputeMode(graphs=True), gpu, 16, (3, 8, 8), part)
-    assert test.rule() == rule
+    gpu, mode = torch.device("cuda"), ComputeMode(graphs=True, share=part)
+    assert RoomTest(small_vit(), params, mode, gpu, 16, (3, 8, 8)).rule() == rule
+
+
+def test_a_run_is_kept_to_its_share_of_a_gpu(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Of 10 · 2³⁰ bytes, ½ · 10 − 600/1024 GiB = 4.414 GiB; of a tenth, half of it at least."""
+    bounds: list[float] = []
+    room = SimpleNamespace(total_memory=10 << 30)
+    monkeypatch.setattr(torch.cuda, "get_device_properties", lambda device: room)
+    monkeypatch.setattr(
+        torch.cuda, "set_per_process_memory_fraction", lambda part, device: bounds.append(part)
+    )
+    for share in (1.0, 0.5, 0.1):
+        keep_to_share(torch.device("cuda"), share)
+    keep_to_share(torch.device("cpu"), 0.5)
+    assert bounds == pytest.approx([1.0, 0.44140625, 0.05])
+
+
+def test_a_share_is_passed_on_to_whoever_plans_with_it(monkeypatch: pytest.MonkeyPatch) -> None:
+    """To the bound of the process and, on a GPU, to the mode; the plain path keeps it."""
+    asked: list[tuple[str, float]] = []
+    monkeypatch.setattr(
+        build, "keep_to_share", lambda device, part: asked.append((device.type, part))
+    )
+    small = ["data.train=60", "data.test=12", "split.clients=3", "engine.device=cpu"]
+    for more in ([], ["engine.gpu_share=0.25"]):
+        assert assemble(load_settings("demo", [*small, *more])).mode.share == 1.0
+    assert asked == [("cpu", 1.0), ("cpu", 0.25)]
+    monkeypatch.setattr(torch.cuda, "is_bf16_supported", lambda: True)
+    mode = choose_mode(EngineSettings(gpu_share=0.25), torch.device("cuda"), 0, 1)
+    assert mode.share == mode.made_plain().share == mode.exact().share == 0.25
+    assert mode.made_plain().plain
+
+
+def test_a_device_that_is_full_while_the_server_averages_stops_the_run(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """It is told as what it is, with what to do; finished rounds are kept and the run goes on."""
+    small = ["data.train=60", "data.test=12", "split.clients=3", "run.rounds=2", "train.epochs=1"]
+    settings = load_settings("demo", [*small, "run.method=fedavg", "engine.device=cpu"])
+    whole = run.start(settings, RunFolder(tmp_path / "whole"), lambda event: None)
+    folder, means, calls = RunFolder(tmp_path / "full"), ModelMean.means, itertools.count()
+
+    def full(mean: ModelMean, exact: bool = False) -> Any:
+        if next(calls) == 1:
+            raise torch.OutOfMemoryError("44 MB are not free")
+        return means(mean, exact)
+
+    monkeypatch.setattr(ModelMean, "means", full)
+    with pytest.raises(DeviceMemoryError, match=r"\(44 MB are not free\).* and 'resume'"):
+        run.start(settings, folder, lambda event: None)
+    events = [json.loads(line) for line in folder.events.read_text().splitlines()]
+    assert (events[-1]["event"], events[-1]["status"]) == ("finish", "failed")
+    assert sum(event["event"] == "round" for event in events) == 1
+    again = run.resume(folder, lambda event: None)
+    assert again["state_sha256"] == whole["state_sha256"]
 
 
 def test_a_model_is_evaluated_alike_whether_clients_or_a_file_gave_it() -> None:

@@ -60,7 +60,13 @@ class Stopped(BaseException):
 
 
 class DeviceMemoryError(FedHarmonyError):
-    """Not even one client fits into what is free of a device's memory."""
+    """A run does not fit into what is free of a device's memory; its finished rounds are saved."""
+
+    def __init__(self, what: str, error: object) -> None:
+        super().__init__(
+            f"{what} ({error}). Other programs may hold the rest of it. Make room, or run fewer "
+            "--jobs at once, and 'resume': rounds that are finished are kept."
+        )
 
 
 class ClientLimitError(FedHarmonyError):

@@ -81,12 +81,12 @@ class Cohort:
     @cached_property
     def _plain(self) -> tuple[Trainer, Sweeper]:
         """The same clients on the plain path."""
-        return self._workers(ComputeMode())
+        return self._workers(self.mode.made_plain())
 
     def go_plain(self) -> None:
         """Take the plain path from now on."""
         self.release()
-        self.mode, (self.trainer, self.sweeper) = ComputeMode(), self._plain
+        self.mode, (self.trainer, self.sweeper) = self.mode.made_plain(), self._plain
 
     def release(self) -> None:
         """Give memory back that is kept from stack to stack."""

@@ -19,6 +19,7 @@ class ComputeMode:
         graphs: record each shape of step once as a CUDA graph.
         compile: compile the parts of the backbone, and the optimiser's pass, by ``backend``.
         fixed: keep tensors in place and shapes few, as graphs need it, even without graphs.
+        share: part of a GPU's memory that the run may take.
     """
 
     half: bool = False
@@ -26,6 +27,7 @@ class ComputeMode:
     compile: bool = False
     fixed: bool = False
     backend: str = "inductor"
+    share: float = 1.0
 
     @property
     def plain(self) -> bool:
@@ -35,6 +37,10 @@ class ComputeMode:
     def exact(self) -> ComputeMode:
         """The same for steps of any size: neither compiled nor recorded."""
         return replace(self, graphs=False, compile=False, fixed=False)
+
+    def made_plain(self) -> ComputeMode:
+        """The plain path in the same share of memory."""
+        return ComputeMode(share=self.share)
 
     @property
     def few_shapes(self) -> bool:

@@ -93,8 +93,7 @@ class StackRule:
 class RoomTest:
     """Finds out, before the first round, how many clients the device holds at once.
 
-    The model is not compiled yet; ``params`` are of one client, frozen ones included. The run may
-    plan with a ``share`` of the GPU's memory.
+    The model is not compiled yet; ``params`` are of one client, frozen ones included.
     """
 
     model: Model
@@ -103,7 +102,6 @@ class RoomTest:
     device: torch.device
     batch_size: int
     image: tuple[int, ...]
-    share: float = 1.0
 
     def rule(self) -> StackRule:
         """The widths that fit into memory and fill the device."""
@@ -124,7 +122,7 @@ class RoomTest:
     def _room(self) -> float:
         """Bytes that a stack may occupy on a GPU."""
         free, total = torch.cuda.mem_get_info(self.device)
-        allowed = GPU_SHARE * total * self.share
+        allowed = GPU_SHARE * total * self.mode.share
         if free < allowed:
             log.info(
                 "%.0f of %.0f GB of the GPU's memory are taken: stacks may be narrower than when "

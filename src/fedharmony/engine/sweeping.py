@@ -138,7 +138,7 @@ class Sweeper:
             return self._batch, None
         numbers = sum(t[0].numel() * t.element_size() for t in params.values())
         room = GRADIENT_BYTES.get(self.data.device.type, GRADIENT_BYTES["cpu"])
-        rows = max(1, room // numbers)
+        rows = max(1, int(room * self.mode.share // numbers))
         batch = min(self._batch, rows)
         return batch, rows // batch
 

@@ -23,7 +23,7 @@ from fedharmony.engine.room import RoomTest, StackRule
 from fedharmony.errors import ConfigError
 from fedharmony.experiments.binding import Binding, bind
 from fedharmony.experiments.blueprint import Blueprint, Facts, blueprint
-from fedharmony.experiments.machine import choose_device, choose_mode
+from fedharmony.experiments.machine import choose_device, choose_mode, keep_to_share
 from fedharmony.experiments.settings import Settings
 from fedharmony.models.base import FeatureSpec, InputSpec
 from fedharmony.partition.annotation import client_known
@@ -121,8 +121,8 @@ class Assembly:
             return StackRule(engine.stack if model.backbone.stackable else 1)
         trained, frozen = self.blueprint.parameters
         batch, shape = self.settings.train.batch_size, self.data.train.images.shape
-        params, share = {**trained, **frozen}, engine.gpu_share or 1.0
-        return RoomTest(model, params, self.mode, self.device, batch, shape, share).rule()
+        params = {**trained, **frozen}
+        return RoomTest(model, params, self.mode, self.device, batch, shape).rule()
 
 
 def assemble(
@@ -137,6 +137,7 @@ def assemble(
     loading them; ``observe`` is told of images that are decoded.
     """
     device = choose_device(settings.engine.device)
+    keep_to_share(device, settings.engine.gpu_share or 1.0)
     if data is None:
         loaded, drafted = _load(settings, partition_file, observe)
     else:

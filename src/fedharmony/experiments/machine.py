@@ -14,6 +14,9 @@ from fedharmony.errors import ConfigError
 from fedharmony.experiments.settings import EngineSettings, Settings
 from fedharmony.transport.processes import process_group
 
+#: Of a GPU's memory, what a process takes for the runtime and its programs, beside tensors.
+RUNTIME_BYTES = 600 << 20
+
 
 def choose_device(name: str) -> torch.device:
     """The device of a run: "auto" takes CUDA where there is one."""
@@ -65,6 +68,7 @@ def choose_mode(
         half=half if engine.precision == "auto" else engine.precision == "bfloat16",
         graphs=cuda if engine.graphs is None else engine.graphs,
         compile=compile,
+        share=(cuda and engine.gpu_share) or 1.0,
     )
 
 
@@ -77,6 +81,17 @@ def with_threads(settings: Settings, jobs: int = 1) -> Settings:
     threads = settings.engine.threads or max(1, torch.get_num_threads() // jobs)
     part = settings.engine.gpu_share or (1 / jobs if jobs > 1 else None)
     return replace(settings, engine=replace(settings.engine, threads=threads, gpu_share=part))
+
+
+def keep_to_share(device: torch.device, share: float) -> None:
+    """Bound what this process takes of a GPU's memory: it is to run out of it, not a neighbour.
+
+    A whole GPU is not bounded; the runtime's own part is no tensor's, and is left free.
+    """
+    if device.type == "cuda":
+        total = torch.cuda.get_device_properties(device).total_memory
+        part = max(share / 2, share - RUNTIME_BYTES / total) if share < 1 else 1.0
+        torch.cuda.set_per_process_memory_fraction(part, device)
 
 
 def switch_torch(engine: EngineSettings) -> None:

@@ -4,8 +4,8 @@ from __future__ import annotations
 
 import logging
 import time
-from collections.abc import Callable
-from contextlib import AbstractContextManager, nullcontext, suppress
+from collections.abc import Callable, Iterator
+from contextlib import AbstractContextManager, contextmanager, nullcontext, suppress
 from dataclasses import replace
 from pathlib import Path
 
@@ -15,7 +15,7 @@ import torch.distributed as dist
 from fedharmony.config import flat
 from fedharmony.data.base import DataSet
 from fedharmony.engine.memory import SEALS, ClientMemory
-from fedharmony.errors import CheckpointError, FedHarmonyError, Stopped
+from fedharmony.errors import CheckpointError, DeviceMemoryError, FedHarmonyError, Stopped
 from fedharmony.experiments import trained
 from fedharmony.experiments.build import Assembly, Observer, assemble
 from fedharmony.experiments.evaluate import Evaluation, Results, judge_here, matrices, summarise
@@ -40,6 +40,17 @@ logger = logging.getLogger(__name__)
 Build = Callable[[Settings, Path | None, DataSet | None, Observer], Assembly]
 
 
+@contextmanager
+def _full_device_told() -> Iterator[None]:
+    """A full device is told as what it is, wherever in a run it shows."""
+    try:
+        yield
+    except torch.OutOfMemoryError as error:
+        what = "The run stopped: it does not fit into what is free of the device's memory"
+        raise DeviceMemoryError(what, error) from None
+
+
+@_full_device_told()
 def start(
     settings: Settings,
     folder: RunFolder,
@@ -68,6 +79,7 @@ def start(
         return _first_round(assembly, state, folder, observe)
 
 
+@_full_device_told()
 def resume(
     folder: RunFolder,
     observe: Observer,
@@ -207,8 +219,8 @@ def _rounds(assembly: Assembly, folder: RunFolder, saved: Saved, observe: Observ
         if first:  # a checkpoint is written before its round is evaluated
             evaluate_if_due(first - 1, state)
         state = federation.run(state, first, record, after_round)
-    except (KeyboardInterrupt, Stopped, FedHarmonyError) as error:
-        failed = isinstance(error, FedHarmonyError)
+    except (KeyboardInterrupt, Stopped, FedHarmonyError, torch.OutOfMemoryError) as error:
+        failed = not isinstance(error, KeyboardInterrupt | Stopped)
         ending = {
             "event": "finish",
             "status": "failed" if failed else "interrupted",

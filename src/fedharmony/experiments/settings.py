@@ -180,7 +180,7 @@ class EngineSettings(Checked):
         threads: CPU threads; none takes torch's choice when the run starts. The bits of a result
             depend on it, so a resumed run keeps the number.
         tf32: matrix products on CUDA with shorter mantissas: faster, less exact.
-        gpu_share: part of a GPU's memory that stacks are planned for; none takes all of it, and of
+        gpu_share: part of a GPU's memory that the run may take; none means all of it, and of
             several runs at once an equal part each.
         memory_mb: what clients keep between rounds is on disk; this much of it also in memory.
         wait_s: of several processes, how many seconds one waits for another in an exchange.

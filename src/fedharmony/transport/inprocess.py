@@ -76,11 +76,9 @@ class InProcess:
             if len(messages) > 1:
                 parts = self._smaller(list(messages), error)
             elif isinstance(error, torch.OutOfMemoryError):
+                alone = f"client {next(iter(messages))} alone does not fit into what is free"
                 raise DeviceMemoryError(
-                    f"Round {round + 1} stopped: client {next(iter(messages))} alone does not fit "
-                    f"into what is free of the device's memory ({error}). Other programs may hold "
-                    "the rest of it. Make room, or run fewer --jobs at once, and 'resume': rounds "
-                    "that are finished are kept."
+                    f"Round {round + 1} stopped: {alone} of the device's memory", error
                 ) from None
             else:
                 place = traceback.extract_tb(error.__traceback__)[-1]
