@@ -155,7 +155,7 @@ def test_the_server_knows_the_noise_in_the_sums() -> None:
 
 
 def test_a_head_does_not_depend_on_the_scale_of_the_sums() -> None:
-    def head(scale: float) -> tuple[Record, Record]:
+    def head(scale: float | None) -> tuple[Record, Record]:
         toy = Toy(federation=replace(CLOSED, head_scale=scale), rounds=1, dtype=torch.float64)
         (stage,), state = toy.loop().opening, toy.initial()
         sent = stage.broadcast(state, 0, [0, 1])
@@ -163,7 +163,7 @@ def test_a_head_does_not_depend_on_the_scale_of_the_sums() -> None:
         solved = stage.aggregate(state, 0, sent, iter(replies)).state
         return replies[0].record, solved
 
-    (plain, first), (scaled, second) = head(1.0), head(8.0)
+    (plain, first), (scaled, second) = head(None), head(8.0)
     torch.testing.assert_close(first.get(PARAMS), second.get(PARAMS), rtol=1e-9, atol=1e-9)
     cross, smaller = (record.get("head_sums")["cross"] for record in (plain, scaled))
     torch.testing.assert_close(smaller[:, :-1], cross[:, :-1] / 8)

@@ -243,6 +243,23 @@ def test_fedharmony_and_the_closed_form_head_stay_finite_under_noise() -> None:
     assert all(t.isfinite().all() for _, t in state.tensors() if t.is_floating_point())
 
 
+def test_features_are_of_length_one_in_noisy_sums_unless_a_scale_is_given() -> None:
+    """√D for D features of size 1: then Σ y f̃ᵀ, which holds the counts, is no small part of all."""
+
+    def counted(scale: float | None) -> Record:
+        settings = replace(EQUAL, head_start="closed_form", head_scale=scale)
+        own = toy("fedavg", federation=settings, noise=private())
+        (stage,), state = own.loop().opening, own.initial()
+        sent = stage.broadcast(state, 0, [0])
+        total = AddedUp(own.transport).total(stage, 0, sent).record
+        assert total is not None
+        return total
+
+    width = toy("fedavg").method.task.width
+    assert same_bits(counted(None), counted(math.sqrt(width)))
+    assert not same_bits(counted(None), counted(1.0))
+
+
 def test_resumes_to_the_bit(tmp_path: Path) -> None:
     options: dict[str, Any] = {"federation": EQUAL, "noise": private(0.1, Clipping(1.0, 10.0))}
     own = toy("fedharmony", HARMONY, memory=tmp_path / "memory", **options)

@@ -64,8 +64,9 @@ def opening(method: Method, head: Head, settings: FederationSettings) -> list[St
             f"{head.no_closed_form}."
         )
         return []
-    clients, scale = settings.head_clients, settings.head_scale
-    return [HeadStart(method, settings.head_ridge, clients, scale).stage()]
+    task = method.task
+    scale = settings.head_scale or (math.sqrt(task.width) if task.private else 1.0)
+    return [HeadStart(method, settings.head_ridge, settings.head_clients, scale).stage()]
 
 
 @dataclass(frozen=True)
