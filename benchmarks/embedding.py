@@ -42,13 +42,16 @@ def embedded(config: str, changes: Sequence[str]) -> Path:
     if not file.exists():
         parts = {"train": data.train, "test": data.test}
         known = [np.ones_like(p.labels) if p.known is None else p.known for p in parts.values()]
+        names = [
+            part.ids or [f"{which} {i}" for i in range(len(part))] for which, part in parts.items()
+        ]
         with replacing(file) as out:
             np.savez(
                 out,
                 X=np.concatenate([features(assembly, p.images) for p in parts.values()]),
                 Y=np.concatenate([part.labels for part in parts.values()]),
                 known=np.concatenate(known),
-                ids=np.array([name for part in parts.values() for name in part.ids or ()]),
+                ids=np.concatenate(names),
                 split=np.repeat([*parts], [len(part) for part in parts.values()]),
                 classes=np.array(data.classes),
             )
