@@ -19,7 +19,8 @@ voc-head-closed-form  the same layer solved from one noisy sum over 1,000 client
 ====================  ==============================================================================
 
 Curves of VOC 2012 need data.path and model.weights. Every curve also has a run without noise.
-Writes results/privacy.json, and results/privacy.svg.
+Prints a table, and writes results/privacy.json and results/privacy.svg; ``--curves=`` measures
+nothing, and makes table and figure of the rows that are there.
 """
 
 from __future__ import annotations
@@ -82,8 +83,8 @@ WORDS = {
     "features-100": "features, 100 clients",
     "features-1000": "features, 1,000 clients",
     "voc": "whole ViT-Ti, 500 clients",
-    "voc-head": "last layer, 1,000 clients",
-    "voc-head-100": "last layer, 100 clients",
+    "voc-head": "FedAvg, 1,000 clients",
+    "voc-head-100": "FedAvg, 100 clients",
     "voc-head-fedharmony": "FedHarmony, 1,000 clients",
     "voc-head-closed-form": "closed form, 1,000 clients",
 }
@@ -121,11 +122,26 @@ def measured(
     return {"mAP": statistics.fmean(found), "deviation": deviation, "seeds": len(found), **spent}
 
 
+def table(rows: Sequence[dict[str, Any]]) -> str:
+    """All curves as Markdown: mAP, and its deviation where there are several seeds."""
+    found: dict[str, dict[float, str]] = {}
+    for row in rows:
+        deviation = f" ± {100 * row['deviation']:.1f}" if row["deviation"] is not None else ""
+        epsilon = float(f"{row.get('epsilon', math.inf):.2g}")
+        found.setdefault(row["curve"], {})[epsilon] = f"{100 * row['mAP']:.1f}{deviation}"
+    columns = sorted({epsilon for curve in found.values() for epsilon in curve})
+    lines = [["ε", *(f"{e:,g}" if e < math.inf else "∞" for e in columns)]]
+    lines += [["---", *("--:" for _ in columns)]]
+    lines += [[curve, *(own.get(e, "") for e in columns)] for curve, own in found.items()]
+    return "\n".join(f"| {' | '.join(line)} |" for line in lines)
+
+
 def figure(rows: Sequence[dict[str, Any]]) -> str:
     """The curves as SVG: one panel for VOC 2012 and one for the others, as far as there are any."""
     real = [row for row in rows if row["curve"].startswith("voc")]
     made = [row for row in rows if not row["curve"].startswith("voc")]
-    panels = [panel(own, title) for own, title in ((real, "VOC 2012"), (made, "")) if own]
+    titles = ((real, "VOC 2012, last layer of a ViT-Ti"), (made, "Made-up data"))
+    panels = [panel(own, title) for own, title in titles if own]
     height = HEIGHT * len(panels)
     head = f'xmlns="http://www.w3.org/2000/svg" viewBox="0 0 {WIDTH} {height}" width="{WIDTH}"'
     style = 'font-family="sans-serif" font-size="12" fill="#333"'
@@ -191,14 +207,14 @@ def main() -> None:
     options.out.mkdir(parents=True, exist_ok=True)
     file = options.out / "privacy.json"
     before = json.loads(file.read_text()) if file.exists() else []
-    wanted = options.curves.split(",")
+    wanted = [curve for curve in options.curves.split(",") if curve]
     rows = [row for row in before if row["curve"] not in wanted]
     data: dict[str, DataSet] = {}
-    table = Path(tempfile.mkdtemp()) / "vectors.npz"
+    vectors = Path(tempfile.mkdtemp()) / "vectors.npz"
     x, y = make_multilabel_classification(
         10_000, n_features=20, n_classes=10, n_labels=3, random_state=0
     )
-    np.savez(table, X=x.astype(np.float32), Y=y.astype(np.uint8))
+    np.savez(vectors, X=x.astype(np.float32), Y=y.astype(np.uint8))
     for curve in wanted:
         config, own, changes = CONFIGS.get(curve, "features"), CURVES[curve], options.changes
         if curve.startswith("voc-head"):
@@ -206,13 +222,14 @@ def main() -> None:
             changes = [change for change in changes if change not in images]
             own = [f"data.path={embedded('voc2012_tiny', images)}", *own]
         elif config == "features":
-            own = [f"data.path={table}", *own]
+            own = [f"data.path={vectors}", *own]
         for epsilon in ["", *options.epsilons.split(",")]:
             noise = [f"privacy.epsilon={epsilon}"] if epsilon else []
             row = measured(config, [*own, *noise, *changes], seeds, data)
             rows.append({"curve": curve, **row})
             print(f"{curve}, ε = {epsilon or '∞'}: mAP {100 * row['mAP']:.1f}", row, flush=True)
             file.write_text(json.dumps(rows, indent=1) + "\n")
+    print(table(rows))
     (options.out / "privacy.svg").write_text(figure(rows))
 
 
