@@ -6,15 +6,21 @@ import importlib
 import json
 import subprocess
 import sys
+from dataclasses import replace
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
 
+import numpy as np
 import pytest
 import torch
 
+from fedharmony.data.digits import Digits
+from fedharmony.data.features import Features
 from fedharmony.engine.batches import plan_batches
 from fedharmony.engine.compute_mode import ComputeMode
+from fedharmony.experiments.build import assemble
+from fedharmony.experiments.settings import load_settings
 from toy import Toy
 
 BENCHMARKS = Path(__file__).parents[1] / "benchmarks"
@@ -150,3 +156,35 @@ def test_the_benchmark_of_attacks_measures_what_lies_cost(monkeypatch: pytest.Mo
     assert len(runs.found) == 2
     (lied, _), (plain, _) = runs.found[cell, 0], runs.found[cell.without_lies(), 0]
     assert runs.text(cell) == f"{lied:.1f} ({lied - plain:+.1f})"
+
+
+def test_embedded_images_keep_labels_split_and_what_is_unknown(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Read back as feature vectors; a second call finds the file, other weights make another."""
+    monkeypatch.syspath_prepend(str(BENCHMARKS))
+    monkeypatch.setenv("FEDHARMONY_CACHE", str(tmp_path))
+    embedding = importlib.import_module("embedding")
+    loaded = Digits(Digits.Config(train=40, test=20)).load()
+    known = np.random.default_rng(0).random(loaded.test.labels.shape) < 0.9
+    partly = replace(
+        loaded, test=replace(loaded.test, known=known, labels=loaded.test.labels * known)
+    )
+    monkeypatch.setattr(Digits, "load", lambda self: partly)
+    small = ["data.train=40", "data.test=20", "split.clients=2", "model.width=16", "model.depth=1"]
+    small += ["engine.threads=1", "engine.device=cpu"]
+    file = embedding.embedded("demo", small)
+    found = Features(Features.Config(path=str(file))).load()
+    assert np.array_equal(found.train.labels, partly.train.labels)
+    assert np.array_equal(found.test.known, known)
+    assert found.classes == partly.classes
+    assembly = assemble(load_settings("demo", ["run.method=fedavg", *small]))
+    params = {n: t[None] for n, t in assembly.blueprint.parameters[0].items()}
+    images = partly.test.images.gather(torch.arange(3, 5), "cpu")
+    shown = assembly.blueprint.method.normalise(images, {}, {})
+    own = found.test.images.gather(torch.arange(3, 5), "cpu")
+    torch.testing.assert_close(own, assembly.blueprint.model.features(params, shown[None])[0])
+    monkeypatch.setattr(embedding, "features", None)
+    assert embedding.embedded("demo", small) == file
+    with pytest.raises(TypeError):  # there is no such file, and nothing that could make it now
+        embedding.embedded("demo", [*small, "model.seed=1"])

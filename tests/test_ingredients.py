@@ -14,8 +14,10 @@ from hypothesis import given
 from hypothesis import strategies as st
 from sklearn.discriminant_analysis import LinearDiscriminantAnalysis
 from sklearn.linear_model import Ridge
+from sklearn.metrics import roc_auc_score
 from torch import Tensor
 
+from fedharmony.engine.head_sums import gram_of
 from fedharmony.errors import ConfigError
 from fedharmony.experiments.build import assemble
 from fedharmony.experiments.folder import RunFolder
@@ -28,7 +30,7 @@ from fedharmony.server.federation import FederationSettings
 from fedharmony.server.head_start import HeadStart, solve
 from fedharmony.server.server_average import ServerAverage, share_kept, watch
 from fedharmony.terminal import warn_once
-from fedharmony.types import PARAMS, Record
+from fedharmony.types import PARAMS, Record, Reply
 from toy import SMALL, Toy, largest_difference, same_bits, toy_data
 
 CLOSED = FederationSettings(head_start="closed_form")
@@ -99,6 +101,73 @@ def test_directions_are_those_of_discriminant_analysis() -> None:
     for c in range(4):
         lda = LinearDiscriminantAnalysis(solver="lsqr").fit(features, labels[:, c])
         np.testing.assert_allclose(head["head.weight"][c].numpy(), lda.coef_[0], rtol=1e-6)
+
+
+def test_a_head_of_noisy_sums_by_hand() -> None:
+    """The numbers of the first test, with ρ ≈ 0 and noise of deviation ½ in each sum.
+
+    Noise adds 2 · 2 · ½ · √1 / 4 = ½ to S = 2: V = ½/2½ = ⅕, R² = ⅕ · ½ / ¼ = ⅖, and so
+    w = ⅕ / (¼ · ⅗) = 4/3, b = −4/3. With deviation 1, the two images with the label are no more
+    than two deviations, and it is not solved for.
+    """
+    gram, cross = sums(np.array([[-1.0], [1], [1], [3]]), np.array([[0.0], [0], [1], [1]]))
+    head = solve(gram, cross, 1e-12, torch.zeros(1, 1), noise=0.5)
+    assert head["head.weight"].item() == pytest.approx(4 / 3, abs=1e-9)
+    assert head["head.bias"].item() == pytest.approx(-4 / 3, abs=1e-9)
+    assert not solve(gram, cross, 1e-12, torch.zeros(1, 1), noise=1.0)["head.weight"].any()
+
+
+@pytest.mark.parametrize("seed", range(5))
+def test_noise_that_makes_the_covariance_negative_leaves_a_useful_head(seed: int) -> None:
+    """Solved as if there were no noise, the head of the same sums is little better than chance."""
+    images, width, noise = 1000, 60, 75.0
+    features, labels = example(seed, images, width)
+    gram, cross = sums(features, labels)
+    drawn = torch.Generator().manual_seed(seed)
+    upper = torch.randn(width + 1, width + 1, generator=drawn, dtype=torch.float64).triu()
+    noisy = gram + noise * (upper + upper.triu(1).mT)
+    cross = cross + noise * torch.randn(cross.shape, generator=drawn, dtype=torch.float64)
+    assert float(torch.linalg.eigvalsh(noisy)[0, 0]) < 0
+
+    def quality(noise: float) -> float:
+        weight = solve(noisy, cross, 0.01, torch.zeros(4, width), noise)["head.weight"].numpy()
+        found = [roc_auc_score(y, features @ w) for y, w in zip(labels.T, weight, strict=True)]
+        return float(np.mean(found))
+
+    assert quality(noise) > 0.9
+    assert quality(0.0) < 0.75
+
+
+def test_the_server_knows_the_noise_in_the_sums() -> None:
+    toy = Toy(federation=CLOSED, rounds=1, dtype=torch.float64)
+    (stage,), state = toy.loop().opening, toy.initial()
+    sent = stage.broadcast(state, 0, [0])
+    (reply,) = toy.transport.exchange(stage, 0, sent)
+    assert isinstance(reply, Reply)
+    record = reply.record.replace(scalars={"noise head_sums": 0.25})
+    found = stage.aggregate(state, 0, sent, iter([replace(reply, record=record)])).state
+    before = state.get(PARAMS)["head.weight"]
+    own = record.get("head_sums")
+    expected = solve(gram_of(own), own["cross"], 0.01, before, 0.25)
+    torch.testing.assert_close(found.get(PARAMS)["head.weight"], expected["head.weight"])
+    silent = solve(gram_of(own), own["cross"], 0.01, before)
+    assert not torch.allclose(silent["head.weight"], expected["head.weight"])
+
+
+def test_a_head_does_not_depend_on_the_scale_of_the_sums() -> None:
+    def head(scale: float | None) -> tuple[Record, Record]:
+        toy = Toy(federation=replace(CLOSED, head_scale=scale), rounds=1, dtype=torch.float64)
+        (stage,), state = toy.loop().opening, toy.initial()
+        sent = stage.broadcast(state, 0, [0, 1])
+        replies = [r for r in toy.transport.exchange(stage, 0, sent) if isinstance(r, Reply)]
+        solved = stage.aggregate(state, 0, sent, iter(replies)).state
+        return replies[0].record, solved
+
+    (plain, first), (scaled, second) = head(None), head(8.0)
+    torch.testing.assert_close(first.get(PARAMS), second.get(PARAMS), rtol=1e-9, atol=1e-9)
+    cross, smaller = (record.get("head_sums")["cross"] for record in (plain, scaled))
+    torch.testing.assert_close(smaller[:, :-1], cross[:, :-1] / 8)
+    assert torch.equal(smaller[:, -1], cross[:, -1])
 
 
 def test_labels_that_nobody_or_everybody_has_keep_their_rows() -> None:

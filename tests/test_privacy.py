@@ -14,7 +14,7 @@ import torch
 from hypothesis import given
 from hypothesis import strategies as st
 
-from fedharmony.aggregate import NUMBERS
+from fedharmony.aggregate import NUMBERS, weighted
 from fedharmony.consensus import CORRELATION, CorrelationTable, Operator
 from fedharmony.errors import ConfigError
 from fedharmony.experiments.blueprint import Blueprint, Facts, blueprint
@@ -40,7 +40,7 @@ from fedharmony.report.words import facts
 from fedharmony.server.federation import FederationSettings
 from fedharmony.server.sampling import Schedule
 from fedharmony.transport.sums import AddedUp
-from fedharmony.types import PARAMS, Packed, Record
+from fedharmony.types import PARAMS, Group, Packed, Record
 from test_sums import ABLE, SIZES, model, toy
 from toy import largest_difference, same_bits, toy_data
 
@@ -75,6 +75,33 @@ def test_a_share_is_cut_part_by_part_by_hand():
     assert cut.get(PARAMS)["w"].tolist() == pytest.approx([0.6, 0.8])
     assert [float(cut.get("sums")[n]) for n in "ab"] == pytest.approx([3, 4])
     assert NUMBERS not in cut.groups
+
+
+def test_a_packed_model_stays_one_row_from_the_client_to_the_new_model() -> None:
+    """Else a GPU would be asked, and waited for, once for each of a model's hundreds of tensors."""
+    own = toy("fedavg", federation=EQUAL, dtype=torch.float32)
+    sent = own.method.broadcast(own.initial(), 0, [0, 1])
+    (reply, _) = own.trainer.run(own.method.stages(0)[0], 0, sent)
+    packed, start = reply.record.get(PARAMS), own.initial().get(PARAMS)
+    assert isinstance(packed, Packed)
+    row = torch.zeros_like(packed.row)
+    for name, place in packed.layout.views(row).items():
+        place.copy_(start[name])
+    clipping = Clipping(0.01, 1.0)
+
+    def cut(trained: Group, received: Group) -> Group:
+        share = weighted(Record({PARAMS: trained}), 1.0)
+        return clipping.cut(share, Record({PARAMS: received})).get(PARAMS)
+
+    by_name = cut(dict(packed), start)
+    for received in (start, Packed(packed.layout, row)):
+        found = cut(packed, received)
+        assert isinstance(found, Packed)
+        assert all(torch.allclose(found[n], by_name[n], rtol=1e-12, atol=0) for n in by_name)
+        state = Record({PARAMS: received})
+        released = private(clipping=clipping).released(Record({PARAMS: found}), state, "update", 0)
+        assert isinstance(moved := released.get(PARAMS), Packed)
+        assert all(torch.allclose(moved[n], start[n] + by_name[n].float() / 4) for n in start)
 
 
 @given(st.lists(st.floats(-1e6, 1e6), min_size=1, max_size=8), st.floats(1e-3, 1e3))
@@ -214,6 +241,23 @@ def test_fedharmony_and_the_closed_form_head_stay_finite_under_noise() -> None:
     assert all(t.isfinite().all() for _, t in state.tensors() if t.is_floating_point())
     state, _ = toy("spherefed", federation=EQUAL, noise=noise).run()
     assert all(t.isfinite().all() for _, t in state.tensors() if t.is_floating_point())
+
+
+def test_features_are_of_length_one_in_noisy_sums_unless_a_scale_is_given() -> None:
+    """√D for D features of size 1: then Σ y f̃ᵀ, which holds the counts, is no small part of all."""
+
+    def counted(scale: float | None) -> Record:
+        settings = replace(EQUAL, head_start="closed_form", head_scale=scale)
+        own = toy("fedavg", federation=settings, noise=private())
+        (stage,), state = own.loop().opening, own.initial()
+        sent = stage.broadcast(state, 0, [0])
+        total = AddedUp(own.transport).total(stage, 0, sent).record
+        assert total is not None
+        return total
+
+    width = toy("fedavg").method.task.width
+    assert same_bits(counted(None), counted(math.sqrt(width)))
+    assert not same_bits(counted(None), counted(1.0))
 
 
 def test_resumes_to_the_bit(tmp_path: Path) -> None:

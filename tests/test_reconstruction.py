@@ -82,8 +82,11 @@ def test_protections_leave_less(search: Any) -> None:
     assert known["R_k of scores, off by 0.2"] == known["counts + noise 1"] == 0
 
 
-def test_the_curve_of_privacy_is_drawn(search: Any) -> None:
-    """Two runs with noise and one without: two marks, one line, one dashed line, their name."""
+def test_the_curves_of_privacy_are_drawn_and_written(search: Any) -> None:
+    """Two runs with noise and one without: two marks, one line, one dashed line, their name.
+
+    Curves of VOC 2012 have a panel of their own, if there are any.
+    """
     sys.path.insert(0, str(BENCHMARKS))
     try:
         drawn = importlib.import_module("privacy")
@@ -96,3 +99,13 @@ def test_the_curve_of_privacy_is_drawn(search: Any) -> None:
     assert kinds["circle"] == 2
     assert kinds["polyline"] == 1
     assert "demo, 20 clients" in [element.text for element in figure.iter()]
+    rows = [{**row, "deviation": None} for row in rows]
+    real = [{**row, "curve": "voc", "deviation": 0.02} for row in rows]
+    figure = ElementTree.fromstring(drawn.figure([*rows, *real]))
+    kinds = Counter(element.tag.rpartition("}")[2] for element in figure.iter())
+    assert kinds["circle"] == 4
+    assert kinds["g"] == 2
+    assert drawn.table([*rows, *real[:2]]).splitlines() == [
+        *("| ε | 1 | 100 | ∞ |", "| --- | --: | --: | --: |"),
+        *("| demo | 10.0 | 30.0 | 40.0 |", "| voc | 10.0 ± 2.0 |  | 40.0 ± 2.0 |"),
+    ]

@@ -40,12 +40,12 @@ from typing import TYPE_CHECKING, Annotated, Any, Literal, NamedTuple
 import torch
 from annotated_types import Gt, Le, Lt
 
-from fedharmony.aggregate import NUMBERS, scaled, typed
+from fedharmony.aggregate import NUMBERS, scaled, shift, typed
 from fedharmony.config import Checked
 from fedharmony.errors import ConfigError
 from fedharmony.rng import torch_rng
 from fedharmony.terminal import warn_once
-from fedharmony.types import PARAMS, Group, Packed, Record
+from fedharmony.types import PARAMS, Group, Packed, Record, mapped
 
 if TYPE_CHECKING:
     from dp_accounting import DpEvent
@@ -90,13 +90,13 @@ class Clipping:
     def cut(self, share: Record, received: Record) -> Record:
         """The update in place of the model, and all parts no longer than they may be.
 
-        Numbers for events would tell of a single client, and are left out.
+        Numbers for events would tell of a single client, and are left out. The share is used up:
+        its model becomes the update in place.
         """
         groups = {}
         for group, members in share.groups.items():
             if group == PARAMS:
-                start = received.get(PARAMS)
-                update = {name: t.double() - start[name].double() for name, t in members.items()}
+                update = shift(members, received.get(PARAMS), -1.0)
                 groups[group] = clipped(update, self.model)
             elif group != NUMBERS and members:
                 groups[group] = clipped(members, self.sums)
@@ -111,7 +111,9 @@ def clipped(tensors: Group, most: float) -> Group:
     >>> clipped({"a": torch.tensor([0.5])}, 1.0)["a"]
     tensor([0.5000], dtype=torch.float64)
     """
-    length = math.sqrt(sum(float(t.double().square().sum()) for t in tensors.values()))
+    parts = [tensors.row] if isinstance(tensors, Packed) else list(tensors.values())
+    lengths = torch.stack([torch.linalg.vector_norm(t.double()) for t in parts])
+    length = float(torch.linalg.vector_norm(lengths))  # read once: that waits for a GPU
     return scaled(tensors, min(1.0, most / length) if length else 1.0)
 
 
@@ -155,8 +157,8 @@ class Noise:
             groups[group] = sums
         if PARAMS in groups:
             before = state.get(PARAMS)
-            moved = {n: before[n].double() + u / self.cohort for n, u in groups[PARAMS].items()}
-            groups[PARAMS] = typed(moved, before)
+            mean = mapped(lambda t: t / self.cohort, groups[PARAMS])
+            groups[PARAMS] = typed(shift(mean, before), before)
         return Record(groups, scalars)
 
 

@@ -24,8 +24,12 @@ def matrices(task: Task) -> int:
     return task.classes if task.unknown_labels else 1
 
 
-def head_sums(task: Task) -> Sweep:
-    """A_k and B_k in float64; the last column counts images, and images with the label."""
+def head_sums(task: Task, scale: float = 1.0) -> Sweep:
+    """A_k and B_k of f / scale in float64; the last column counts images, or those with a label.
+
+    Where the length of all sums together is bounded, features much longer than the 1 beside them
+    would leave little of Σ y f̃ᵀ: it grows with their length, Σ f̃ f̃ᵀ with its square.
+    """
     size, classes, count = task.width + 1, task.classes, matrices(task)
     forms = {
         "gram": Form((count, size * (size + 1) // 2), torch.float64),
@@ -35,7 +39,7 @@ def head_sums(task: Task) -> Sweep:
     start = zeros(gram=(count, size, size), cross=(classes, size))
 
     def fold(carry: Tensors, features: Tensor, batch: Batch) -> Tensors:
-        f = features.double()
+        f = features.double() / scale
         f = torch.cat([f, torch.ones_like(f[:, :1])], dim=-1)
         rows = batch.rows.unsqueeze(-1)
         known = (batch.known if isinstance(batch.known, Tensor) else rows).double()

@@ -222,7 +222,7 @@ CENTRAL, CENTRAL_METHOD = "central", "fedavg"
 #: and batch size stay common: they decide how much work a round is.
 OWN_SECTIONS: Mapping[str, tuple[str, ...]] = {
     "train": ("optimiser", "lr", "momentum", "weight_decay"),
-    "federation": ("head_start", "head_ridge", "head_clients", "server_average"),
+    "federation": ("head_start", "head_ridge", "head_scale", "head_clients", "server_average"),
 }
 
 

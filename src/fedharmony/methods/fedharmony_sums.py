@@ -88,7 +88,6 @@ def share(
     method: FedHarmony, plain: Record, round: int, view: ClientView, message: Record, reply: Reply
 ) -> Record:
     """``plain`` (n θ), the terms of R_k and, while quality counts, q θ with the client's own q."""
-    personal = received(method, view, message)
     upload, examples = reply.record.get(CORRELATION), reply.examples
     if CORRELATION not in reply.record.groups:
         return plain
@@ -97,6 +96,9 @@ def share(
     before = {} if once else _own_terms(view, message)
     terms = method.table(Record()).share(upload, before, examples, round)
     told = plain.replace({CORRELATION: terms})
+    if method.task.private:  # then quality is off, and numbers for events do not leave
+        return told
+    personal = received(method, view, message)
     if TEACHER not in personal.groups:
         return told
     misfit = method.misfits([reply], {reply.client: personal})

@@ -61,6 +61,9 @@ class FederationSettings(Checked):
         head_start: "closed_form" solves a linear head before the first training, from sums over the
             clients' features (``server/head_start.py``); "random" leaves it as it was drawn.
         head_ridge: ρ of that head, in units of the mean variance of a feature.
+        head_scale: what features are divided by in these sums. The head is for features as they
+            are; but where sums are bounded and get noise ([privacy]) it should be about the length
+            of a feature vector. None means √D there (D features of size 1), and else 1.
         head_clients: who sends these sums: "all" clients, the first "cohort", or so many, drawn.
         server_average: the model that is evaluated and given away is a running mean of the global
             models, ``s ← e s + (1 − e) θ`` with e = min(this, t/(t + 3)); clients go on from θ.
@@ -88,6 +91,7 @@ class FederationSettings(Checked):
     max_failures: Annotated[float, Ge(0), Le(1)] = 0.5
     head_start: Literal["random", "closed_form"] = "random"
     head_ridge: Annotated[float, Gt(0), Le(1e6)] = 0.01
+    head_scale: Annotated[float, Gt(0), Le(1e6)] | None = None
     head_clients: Annotated[int, Ge(1)] | Literal["all", "cohort"] = "all"
     server_average: AverageRule = 0.0
     robust: Rule = "none"

@@ -18,6 +18,10 @@ discriminant analysis, exactly.
 
 A label that all its images have, or none has, cannot be solved for; it keeps its random row.
 
+Where sums have noise of deviation σ, for differential privacy, S is off by a random matrix whose
+eigenvalues reach ± 2 σ √D / n: below that it may not even be positive. Twice that is added to ρ. A
+label is solved for if it is on, and off, more images than two deviations.
+
 The same sums for one label per image: Fed3R (Fanì et al., ICML 2024, arXiv 2406.01116); class means
 alone: FedNCM (Legate et al., NeurIPS 2023); Gaussian heads: GH-OFL (Turazza et al., ICLR 2026,
 arXiv 2602.01186).
@@ -40,12 +44,14 @@ from fedharmony.rng import numpy_rng
 from fedharmony.server.federation import FederationSettings
 from fedharmony.server.head_trust import trusted
 from fedharmony.terminal import warn_once
-from fedharmony.types import PARAMS, Group, Messages, Record, Replies, Tensors
+from fedharmony.types import PARAMS, Messages, Record, Replies, Tensors
 
 #: Bytes that a client may send at most where each label has a matrix of its own.
 LARGEST_REPLY = 256 * 10**6
 #: 1 − R² is no smaller: so few images that a label is fitted without error say little about it.
 LEAST_UNEXPLAINED = 0.01
+#: What ρ gets for noise, in units of the largest eigenvalue that noise alone has.
+NOISE_RIDGE = 2.0
 
 
 def opening(method: Method, head: Head, settings: FederationSettings) -> list[Stage]:
@@ -58,7 +64,9 @@ def opening(method: Method, head: Head, settings: FederationSettings) -> list[St
             f"{head.no_closed_form}."
         )
         return []
-    return [HeadStart(method, settings.head_ridge, settings.head_clients).stage()]
+    task = method.task
+    scale = settings.head_scale or (math.sqrt(task.width) if task.private else 1.0)
+    return [HeadStart(method, settings.head_ridge, settings.head_clients, scale).stage()]
 
 
 @dataclass(frozen=True)
@@ -68,6 +76,7 @@ class HeadStart:
     method: Method
     ridge: float
     clients: int | str = "all"
+    scale: float = 1.0
 
     def __post_init__(self) -> None:
         if matrices(self.method.task) > 1 and self.nbytes > LARGEST_REPLY:
@@ -86,7 +95,7 @@ class HeadStart:
 
     def stage(self) -> Stage:
         """The exchange; it comes before the first training."""
-        everyone, sums = self.clients != "cohort", head_sums(self.method.task)
+        everyone, sums = self.clients != "cohort", head_sums(self.method.task, self.scale)
         return Stage("head", self.broadcast, self.aggregate, False, sums, everyone)
 
     def broadcast(self, state: Record, round: int, clients: Sequence[int]) -> Messages:
@@ -101,24 +110,28 @@ class HeadStart:
 
         Where clients may lie (``federation.robust``), only sums that are believed.
         """
-        total: Tensors = {}
-        all_sums: Iterable[Group] = (reply.record.get(SUMS) for reply in replies)
+        total, noise = dict[str, Tensor](), 0.0
+        all_sums: Iterable[Record] = (reply.record for reply in replies)
         if self.method.task.robust.rule != "none":
             heard = list(replies)
             own = [reply.record.get(SUMS) for reply in heard]
-            all_sums = trusted(own, [reply.examples for reply in heard], self.ridge)
+            believed = trusted(own, [reply.examples for reply in heard], self.ridge)
+            all_sums = (Record({SUMS: sums}) for sums in believed)
         for sums in all_sums:
-            for name, tensor in sums.items():
+            noise = float(sums.scalars.get(f"noise {SUMS}", noise))  # of the one sum of a cohort
+            for name, tensor in sums.get(SUMS).items():
                 total[name] = total[name] + tensor if name in total else tensor
         if not total:
             return Outcome(state)
         params = state.get(PARAMS)
-        head = solve(gram_of(total), total["cross"], self.ridge, params["head.weight"])
+        before = params["head.weight"] * self.scale
+        head = solve(gram_of(total), total["cross"], self.ridge, before, noise)
+        head["head.weight"] /= self.scale
         fitted = {name: tensor.to(params[name].dtype) for name, tensor in head.items()}
         return Outcome(state.replace({PARAMS: {**params, **fitted}}))
 
 
-def solve(gram: Tensor, cross: Tensor, ridge: float, weight: Tensor) -> Tensors:
+def solve(gram: Tensor, cross: Tensor, ridge: float, weight: Tensor, noise: float = 0.0) -> Tensors:
     """``head.weight`` and ``head.bias`` from the sums of all clients.
 
     >>> f, y = torch.tensor([[-1.0], [1], [1], [3]]).double(), torch.tensor([0.0, 0, 1, 1]).double()
@@ -134,6 +147,7 @@ def solve(gram: Tensor, cross: Tensor, ridge: float, weight: Tensor) -> Tensors:
         cross: Σ y f̃ᵀ, (C, D + 1).
         ridge: ρ in units of the mean variance.
         weight: (C, D), the rows of labels that cannot be solved for.
+        noise: σ, the deviation of the noise in each sum.
     """
     images = gram[:, -1, -1].clamp(min=1.0)  # (1,) or (C,)
     mean = gram[:, :-1, -1] / images[:, None]
@@ -141,9 +155,10 @@ def solve(gram: Tensor, cross: Tensor, ridge: float, weight: Tensor) -> Tensors:
     prior = cross[:, -1] / images
     moved = cross[:, :-1] / images[:, None] - prior[:, None] * mean  # Cov(f, y), (C, D)
     size = covariance.shape[-1]
-    shift = ridge * covariance.diagonal(dim1=-2, dim2=-1).mean(-1)
+    shift = ridge * covariance.diagonal(dim1=-2, dim2=-1).mean(-1).clamp(min=0.0)
+    shift = shift + NOISE_RIDGE * 2 * noise * math.sqrt(size) / images
     penalised = covariance + shift[:, None, None] * torch.eye(size).to(covariance)
-    seen = (prior > 0) & (prior < 1)
+    seen = (cross[:, -1] > 2 * noise) & (images - cross[:, -1] > 2 * noise)
     if len(gram) == 1:
         solved = torch.linalg.solve(penalised[0], moved.mT).mT
     else:  # of a label that nobody knows, the matrix is zero
