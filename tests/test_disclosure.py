@@ -54,7 +54,7 @@ def test_noise_is_listed_with_its_bound(monkeypatch: pytest.MonkeyPatch) -> None
     own = ["federation.average=uniform", "federation.sampling=poisson", "run.method=fedharmony"]
     own += ["methods.fedharmony.quality=false", "privacy.noise_multiplier=2", "privacy.clip=0.5"]
     items = found(*SUMS, *own)
-    assert items["update", "correlation/sum"].bound == "length ≤ 100, sum + noise 283"  # 2 · 100 √2
+    assert items["update", "correlation/sum"].bound == "length ≤ 10, sum + noise 28.3"  # 2 · 10 √2
     (update,) = [item for (_, name), item in items.items() if name.startswith("params")]
     assert update.bound == "length ≤ 0.5, sum + noise 1.41"
     assert not any(name.startswith("numbers") for _, name in items)

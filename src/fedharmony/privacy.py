@@ -72,7 +72,7 @@ class PrivacySettings(Checked):
     noise_multiplier: Annotated[float, Gt(0), Le(1e6)] | None = None
     delta: Annotated[float, Gt(0), Lt(1)] = 1e-5
     clip: Annotated[float, Gt(0)] = 1.0
-    clip_sums: Annotated[float, Gt(0)] = 100.0
+    clip_sums: Annotated[float, Gt(0)] = 10.0
 
     @property
     def active(self) -> bool:
