@@ -19,6 +19,7 @@ from fedharmony.correlation import pair_mask
 from fedharmony.errors import CheckpointError, ConfigError, DataError
 from fedharmony.experiments import run as runs
 from fedharmony.experiments.scores import Scores, save_scores
+from fedharmony.experiments.settings import load_settings
 from fedharmony.metrics import METRIC_NAMES
 from fedharmony.paper import output, page, plan
 from fedharmony.paper import scale as scales
@@ -198,6 +199,15 @@ def test_a_run_counts_wherever_its_data_lay(tmp_path: Path) -> None:
     one, two = (j.places(named("fig2"))[0].run for j in (here, there))
     assert one.settings.sha256() != two.settings.sha256()
     assert plan.identity(one.settings) == plan.identity(two.settings)
+    bounded, private = (
+        load_settings(study.config, [*study.changes, "run.method=fedavg", *changes])
+        for changes in (
+            ["privacy.clip_sums=3"],
+            ["privacy.noise_multiplier=2", "privacy.clip_sums=3"],
+        )
+    )
+    assert plan.identity(bounded) == plan.identity(one.settings)  # a bound of noise that is off
+    assert json.loads(plan.identity(private))["privacy"]["clip_sums"] == 3
     one.folder.path.mkdir(parents=True)
     one.folder.create(one.settings)
     plan.refuse_other_runs(there.places(named("fig2")))

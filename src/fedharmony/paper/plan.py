@@ -132,7 +132,8 @@ def refuse_other_runs(places: Sequence[Place]) -> None:
 
 def identity(settings: Settings) -> str:
     """What a run computes, wherever its data and weights lie."""
-    tree = {k: v for k, v in settings.tree().items() if k not in ("engine", "tune")}
+    idle = {"engine", "tune"} | (set() if settings.privacy.active else {"privacy"})
+    tree = {k: v for k, v in settings.tree().items() if k not in idle}
     tree["data"] = {k: v for k, v in tree["data"].items() if k != "path"}
     tree["model"] = {k: v for k, v in tree["model"].items() if k != "weights"}
     tree["run"] = {k: v for k, v in tree["run"].items() if k not in ("track", "plugins")}
