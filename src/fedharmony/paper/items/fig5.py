@@ -113,8 +113,8 @@ class Fig5(Item):
         rows = [Row(name, ((style(0), value),)) for name, value in memory.items()]
         top = 1.1 * max(memory.values(), default=1.0)
         note = (
-            f"Of a process that trains {ROUNDS} rounds of FedHarmony, everything included. It holds "
-            "the models of a round's cohort, and the cohort grows with the clients."
+            f"Of a process that trains {ROUNDS} rounds of FedHarmony, everything included. It "
+            "holds the models of a round's cohort, and the cohort grows with the clients."
         )
         picture = dots("Largest memory, MB", rows, ends=(0.0, top), spacing=22, note=note)
         pictures = [lines_over(found, "clients", crowd, METHODS, k, looks) for k in METRICS]
