@@ -331,7 +331,7 @@ def test_figures_are_files_and_nothing_is_written_twice(shown: dict[str, output.
 
 def test_an_item_without_all_of_its_runs_is_not_shown(tmp_path: Path) -> None:
     made = job(tmp_path)
-    for place in made.places(named("fig2", "algorithm1"))[:2]:
+    for place in made.places(named("fig2", "algorithm1"))[:1]:
         method = place.method
         write_fake_run(place.run.folder.path, method=method, seed=place.run.seed, rounds=2)
     assert made.found(named("fig2")[0]) is not None
@@ -339,6 +339,21 @@ def test_an_item_without_all_of_its_runs_is_not_shown(tmp_path: Path) -> None:
     assert made.found(named("table2")[0]) is None  # not measured
     names = [o.item.name for o in output.outcomes([made], all_items())]
     assert names == ["fig2", "theorem1", "theorem2"]
+
+
+def test_an_item_is_shown_with_the_seeds_that_all_of_its_runs_have(tmp_path: Path) -> None:
+    """Two of three here: seed 2 of one method is missing, as is all of another part's."""
+    made, (item,) = job(tmp_path), named("fig6")
+    places = made.places([item])
+    assert {place.run.seed for place in places} == {0, 1, 2}
+    for place in places:
+        if place.run.seed < 2 or place.method == "fedavg":
+            path, seed = place.run.folder.path, place.run.seed
+            write_fake_run(path, method=place.method, seed=seed, rounds=2)
+    assert made.found(item) is None
+    (outcome,) = [o for o in output.outcomes([made], all_items()) if o.item.name == "fig6"]
+    assert {seed for _, _, seed in outcome.found.folders} == {0, 1}
+    assert "2 seeds" in outcome.shown.grids[0].note
 
 
 def test_verdict_of_table_2(shown: dict[str, output.Outcome]) -> None:

@@ -58,12 +58,12 @@ class Outcome:
 
 
 def outcomes(jobs: Sequence[Job], every: Sequence[Item]) -> list[Outcome]:
-    """All items whose runs are finished, in the paper's order."""
+    """All items whose runs are finished, with one seed at least, in the paper's order."""
     return [
         Outcome(job, item, found, item.show(found))
         for job in jobs
         for item in every
-        if concerns(item, job.study) and (found := job.found(item)) is not None
+        if concerns(item, job.study) and (found := job.found_so_far(item)) is not None
     ]
 
 

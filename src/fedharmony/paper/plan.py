@@ -10,7 +10,7 @@ from __future__ import annotations
 
 import json
 from collections.abc import Callable, Iterable, Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
 
 from fedharmony.data.base import DataSet
@@ -102,6 +102,14 @@ class Job:
             views[key] = load_run(place.run.folder.path)
         measured = self.measured(item)
         return None if measured is None else Found(self.scale, self.study, views, measured)
+
+    def found_so_far(self, item: Item) -> Found | None:
+        """The same with as many seeds as all of its runs have by now."""
+        for seeds in range(self.study.seeds, 0, -1):
+            fewer = replace(self, study=replace(self.study, seeds=seeds))
+            if (found := fewer.found(item)) is not None:
+                return found
+        return None
 
     def measured(self, item: Item) -> Measured | None:
         """What was measured for an item; None if it has not been measured yet."""

@@ -13,7 +13,7 @@ from fedharmony.paper.verdict import Verdict, decide
 from fedharmony.report import svg
 from fedharmony.report.charts import Picture, Row, dots
 from fedharmony.report.grid import Grid, signed, spread
-from fedharmony.report.panel import Section, styles
+from fedharmony.report.panel import Section, count, styles
 
 #: The paper's data sets, in its order.
 DATA = ("FLAIR", "COCO-80", "VOC2007")
@@ -52,7 +52,7 @@ class Table1(Item):
             f"Found on {found.study.title}, per cent",
             ("method", *METRIC_NAMES),
             tuple((NAMES[m], *(spread(ours[m][k]) for k in METRIC_NAMES)) for m in ours),
-            f"Mean ± sample standard deviation over {part.seeds} seeds.",
+            f"Mean ± sample standard deviation over {count(part.seeds, 'seed')}.",
         )
         compared = Grid(
             f"The paper's {beside}, and how far ours lies from it",

@@ -12,7 +12,7 @@ from fedharmony.paper.verdict import Gap, decide
 from fedharmony.report import svg
 from fedharmony.report.charts import Picture, Row, dots
 from fedharmony.report.grid import Grid, signed, spread
-from fedharmony.report.panel import Section
+from fedharmony.report.panel import Section, count
 
 #: The paper's columns, and the methods that stand for them.
 VARIANTS = {"Base": BASE, "A": "fedharmony:a", "A+B": "fedharmony:ab", "A+B+C": OURS}
@@ -56,7 +56,7 @@ class Table5(Item):
                 (k, *(spread(found.values(part, m, k)) for m in VARIANTS.values()))
                 for k in METRIC_NAMES
             ),
-            f"Mean ± sample standard deviation over {part.seeds} seeds.",
+            f"Mean ± sample standard deviation over {count(part.seeds, 'seed')}.",
         )
         steps = [("Base", "A"), ("A", "A+B"), ("A+B", "A+B+C"), ("Base", "A+B+C")]
         gaps = {(a, b): found.gap(part, VARIANTS[b], VARIANTS[a], "mAP") for a, b in steps}

@@ -13,7 +13,7 @@ from fedharmony.paper.verdict import Gap, decide
 from fedharmony.report import svg
 from fedharmony.report.charts import Row, dots
 from fedharmony.report.grid import Grid, signed, spread
-from fedharmony.report.panel import Section
+from fedharmony.report.panel import Section, count
 
 NO_BLOCK = "fedharmony:ab"
 #: Metrics that the paper pairs.
@@ -60,7 +60,8 @@ class Table3(Item):
                 *("paper, COCO-80", "paper, VOC2007", "paper, FLAIR"),
             ),
             tuple(cells),
-            f"Ours over {part.seeds} seeds, with Student's 95 % interval of the difference.",
+            f"Ours over {count(part.seeds, 'seed')}, with Student's 95 % interval of the "
+            "difference.",
         )
         look = svg.style(0)
         grey = svg.Style(svg.MUTED, "", svg.style(3).outline)
