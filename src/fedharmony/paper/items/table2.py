@@ -7,7 +7,7 @@ import statistics
 import tempfile
 import time
 from collections.abc import Callable, Mapping, Sequence
-from itertools import combinations, islice
+from itertools import accumulate, combinations, islice
 from pathlib import Path
 
 import torch
@@ -56,8 +56,9 @@ class Table2(Item):
     measuring = 60.0
     rule = (
         "Saved: 1 − time with blocks / time without, over ten rounds (processor time on a CPU, "
-        "time on a GPU; mean of two). Reproduced if at least 20 %, not reproduced if less than "
-        "10 %, else undecided."
+        "time on a GPU; the faster of two runs: the first run of a process also loads and records, "
+        "which made a mean of two, the rule before, depend on the order). Reproduced if at least "
+        "20 %, not reproduced if less than 10 %, else undecided."
     )
 
     def parts(self, study: Study) -> Sequence[Part]:
@@ -109,8 +110,8 @@ class Table2(Item):
                 )
                 for t in range(ROUNDS)
             ),
-            f"Ours: mean of two. {known['machine']}. FLAIR and VOC2007 are the paper's, on eight "
-            "RTX 4090.",
+            f"Ours: the faster of two. {known['machine']}. FLAIR and VOC2007 are the paper's, on "
+            "eight RTX 4090.",
         )
         saved = 1 - ours["block"][-1] / ours["no block"][-1]
         steps = known["steps"]
@@ -180,13 +181,12 @@ def _share(value: float, digits: int = 0) -> str:
 
 
 def _cumulative(repeats: Sequence[Sequence[float]]) -> list[float]:
-    """Mean over repeats of the time after each round.
+    """The time after each round of the fastest repeat.
 
-    >>> _cumulative([[1.0, 2.0], [3.0, 2.0]])
-    [2.0, 4.0]
+    >>> _cumulative([[9.0, 2.0], [3.0, 2.0]])
+    [3.0, 5.0]
     """
-    means = [statistics.fmean(of) for of in zip(*repeats, strict=True)]
-    return [sum(means[: t + 1]) for t in range(len(means))]
+    return list(accumulate(min(repeats, key=sum)))
 
 
 def _curve(
