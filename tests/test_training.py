@@ -1027,17 +1027,24 @@ def test_widths_on_a_gpu_follow_from_its_memory(
 
 
 def test_a_run_is_kept_to_its_share_of_a_gpu(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Of 10 · 2³⁰ bytes, ½ · 10 − 600/1024 GiB = 4.414 GiB; of a tenth, half of it at least."""
+    """Of 10 · 2³⁰ bytes, ½ · 10 − 600/1024 GiB = 4.414 GiB; of a tenth, half of it at least.
+
+    Devices go to torch by number: it refuses "cuda" itself here.
+    """
     bounds: list[float] = []
+    devices: list[int | None] = []
+
+    def bound(part: float, device: int | None) -> None:
+        bounds.append(part)
+        devices.append(device)
+
     room = SimpleNamespace(total_memory=10 << 30)
     monkeypatch.setattr(torch.cuda, "get_device_properties", lambda device: room)
-    monkeypatch.setattr(
-        torch.cuda, "set_per_process_memory_fraction", lambda part, device: bounds.append(part)
-    )
-    for share in (1.0, 0.5, 0.1):
-        keep_to_share(torch.device("cuda"), share)
-    keep_to_share(torch.device("cpu"), 0.5)
+    monkeypatch.setattr(torch.cuda, "set_per_process_memory_fraction", bound)
+    for name, share in (("cuda", 1.0), ("cuda:1", 0.5), ("cuda", 0.1), ("cpu", 0.5)):
+        keep_to_share(torch.device(name), share)
     assert bounds == pytest.approx([1.0, 0.44140625, 0.05])
+    assert devices == [None, 1, None]
 
 
 def test_a_share_is_passed_on_to_whoever_plans_with_it(monkeypatch: pytest.MonkeyPatch) -> None:

@@ -91,7 +91,8 @@ def keep_to_share(device: torch.device, share: float) -> None:
     if device.type == "cuda":
         total = torch.cuda.get_device_properties(device).total_memory
         part = max(share / 2, share - RUNTIME_BYTES / total) if share < 1 else 1.0
-        torch.cuda.set_per_process_memory_fraction(part, device)
+        # torch refuses a device without a number here; none means the current one.
+        torch.cuda.set_per_process_memory_fraction(part, device.index)
 
 
 def switch_torch(engine: EngineSettings) -> None:
