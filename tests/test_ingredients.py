@@ -154,6 +154,18 @@ def test_the_server_knows_the_noise_in_the_sums() -> None:
     assert not torch.allclose(silent["head.weight"], expected["head.weight"])
 
 
+def test_a_row_that_cannot_be_solved_for_is_kept_whatever_the_scale() -> None:
+    """Two deviations of this noise are more images than there are: no label is solved for."""
+    toy = Toy(federation=replace(CLOSED, head_scale=8.0), rounds=1, dtype=torch.float64)
+    (stage,), state = toy.loop().opening, toy.initial()
+    sent = stage.broadcast(state, 0, [0])
+    (reply,) = toy.transport.exchange(stage, 0, sent)
+    assert isinstance(reply, Reply)
+    record = reply.record.replace(scalars={"noise head_sums": 1e6})
+    found = stage.aggregate(state, 0, sent, iter([replace(reply, record=record)])).state
+    assert torch.equal(found.get(PARAMS)["head.weight"], state.get(PARAMS)["head.weight"])
+
+
 def test_a_head_does_not_depend_on_the_scale_of_the_sums() -> None:
     def head(scale: float | None) -> tuple[Record, Record]:
         toy = Toy(federation=replace(CLOSED, head_scale=scale), rounds=1, dtype=torch.float64)

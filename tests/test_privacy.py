@@ -21,6 +21,7 @@ from fedharmony.experiments.blueprint import Blueprint, Facts, blueprint
 from fedharmony.experiments.folder import RunFolder
 from fedharmony.experiments.run import resume, start
 from fedharmony.experiments.settings import load_settings
+from fedharmony.methods.fedharmony import FedHarmony
 from fedharmony.models.base import InputSpec, models
 from fedharmony.privacy import (
     Budget,
@@ -205,6 +206,15 @@ def test_without_noise_and_bounds_it_is_the_average_of_equals(name: str) -> None
     for event in events:
         assert event["train_loss"] is None
         assert event["examples"] == event["images"] == 0
+
+
+def test_a_private_client_computes_no_misfit(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Its quality does not count, and a number of it may not leave."""
+    own = toy("fedharmony", HARMONY, federation=EQUAL, noise=private())
+    computed: list[Any] = []
+    monkeypatch.setattr(FedHarmony, "misfits", lambda method, *given: computed.append(given))
+    own.run()
+    assert not computed
 
 
 def test_updates_are_divided_by_the_planned_cohort_whoever_answers() -> None:

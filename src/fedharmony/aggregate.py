@@ -135,8 +135,8 @@ def shift(sums: Group, by: Group, times: float = 1.0) -> Group:
     if isinstance(sums, Packed) and isinstance(by, Packed) and sums.layout == by.layout:
         sums.row.add_(by.row, alpha=times)
     else:
-        for name, tensor in sums.items():
-            tensor.add_(by[name], alpha=times)
+        for name, tensor in by.items():
+            sums[name].add_(tensor, alpha=times)
     return sums
 
 
