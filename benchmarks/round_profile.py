@@ -82,16 +82,15 @@ def times_of_steps(run: Run) -> dict[str, float]:
     """Seconds of a step by its shape, where steps are programs of fixed shape."""
     found = {}
     trainer = run.loop.transport.cohort.trainer  # type: ignore[attr-defined]
-    for state in trainer._states.values():
-        for (width, rows, folds), program in state.programs.items():
+    for (_, width, rows, folds), program in trainer._programs.items():
+        program(program._placed)
+        synchronise(run.device)
+        began = time.perf_counter()
+        for _ in range(REPEATED):
             program(program._placed)
-            synchronise(run.device)
-            began = time.perf_counter()
-            for _ in range(REPEATED):
-                program(program._placed)
-            synchronise(run.device)
-            name = f"{width} x {rows}{', last epoch' if folds else ''}"
-            found[name] = (time.perf_counter() - began) / REPEATED
+        synchronise(run.device)
+        name = f"{width} x {rows}{', last epoch' if folds else ''}"
+        found[name] = (time.perf_counter() - began) / REPEATED
     return found
 
 

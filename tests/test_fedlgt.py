@@ -535,8 +535,8 @@ class Recorder:
 @pytest.mark.parametrize("ca_mle", ["all", "first", "off"])
 def test_the_received_model_is_asked_without_gradient_states_or_dropout(ca_mle: str) -> None:
     toy = Toy("fedlgt", {"ca_mle": ca_mle}, sizes=(9, 5), rounds=1, epochs=1)
-    trainer, recorder = toy.trainer.trainer, Recorder(toy.model)
-    trainer.model = trainer.in_training = recorder  # type: ignore[assignment]
+    step, recorder = toy.trainer.trainer.step, Recorder(toy.model)
+    step.model = step.in_training = recorder  # type: ignore[assignment]
     toy.run()
     asked = [call for call in recorder.calls if not call[0]]
     trained = [call for call in recorder.calls if call[0]]

@@ -21,8 +21,8 @@ from typer.testing import CliRunner
 from fedharmony.cli import app
 from fedharmony.data.base import DataSet
 from fedharmony.errors import ConfigError
-from fedharmony.experiments import jobs
-from fedharmony.experiments.compare import plan, rehearse
+from fedharmony.experiments import build, jobs
+from fedharmony.experiments.compare import carry_out, plan, rehearse
 from fedharmony.experiments.jobs import Workers
 from fedharmony.experiments.run import start
 from fedharmony.experiments.settings import load_settings
@@ -163,6 +163,22 @@ def test_threads_and_memory_are_shared_unless_they_are_set(tmp_path: Path) -> No
     own = load_settings("demo", ["engine.threads=7", "engine.gpu_share=0.5"])
     (run,) = plan(own, ["fedavg"], [0], tmp_path, 4)
     assert (run.settings.engine.threads, run.settings.engine.gpu_share) == (7, 0.5)
+
+
+def test_a_run_goes_on_with_the_part_of_a_gpu_that_is_planned_now(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Cut short for want of memory beside 10 others, it is told to go on beside fewer."""
+    asked: list[float] = []
+    monkeypatch.setattr(build, "keep_to_share", lambda device, part: asked.append(part))
+    small = ["data.train=60", "data.test=12", "split.clients=3", "run.rounds=1", "train.epochs=1"]
+    demo = load_settings("demo", [*small, "engine.device=cpu"])
+    for crowd in (11, 2, 1):
+        (run,) = plan(demo, ["fedavg"], [0], tmp_path, crowd)
+        run.folder["results.json"].unlink(missing_ok=True)
+        asked.clear()
+        carry_out(run, lambda event: None, None)
+        assert asked == [1 / crowd]
 
 
 def test_devices_are_checked_first(tmp_path: Path) -> None:

@@ -11,7 +11,6 @@ import torch
 
 from fedharmony.config import build
 from fedharmony.data.base import LabelledImages
-from fedharmony.engine import training
 from fedharmony.methods.base import Stage, methods
 from fedharmony.records import load_record, save_record
 from fedharmony.server.federation import FederationSettings
@@ -81,7 +80,7 @@ def test_stacked_functions_equal_mapped_ones(name: str, monkeypatch: pytest.Monk
     def always_map(function: Any, dims: Any) -> Any:
         return torch.vmap(function, in_dims=dims)
 
-    monkeypatch.setattr(training, "over_clients", always_map)
+    monkeypatch.setattr("fedharmony.engine.step.over_clients", always_map)
     mapped, _ = Toy(name, dtype=torch.float64).run()
     assert largest_difference(native, mapped) < 1e-6
     models = [Record({PARAMS: state.get(PARAMS)}) for state in (native, mapped)]

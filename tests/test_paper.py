@@ -192,6 +192,26 @@ def test_fewer_seeds(tmp_path: Path) -> None:
     assert len(job(tmp_path, study).places(named("table1", "fig6"))) == 8 + 2 * 3
 
 
+def test_the_longest_runs_come_first_after_those_that_are_finished(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Participation 0.75 costs 1.5 runs, 2,500 clients cost 2; one of 0.25 is finished.
+
+    One after the other, runs keep the order of the items.
+    """
+    places = job(tmp_path).places(named("fig5"))
+    done = next(place for place in places if place.part.name == "participation-0.25")
+    monkeypatch.setattr(
+        plan.Planned, "results", property(lambda run: {} if run == done.run else None)
+    )
+    for jobs in (1, 2):
+        first, *others = plan.in_order(places, jobs)
+        costs = [place.part.cost for place in others]
+        assert first is done
+        assert (costs == sorted(costs, reverse=True)) == (jobs == 2)
+        assert jobs == 2 or others == [place for place in places if place is not done]
+
+
 def test_a_run_counts_wherever_its_data_lay(tmp_path: Path) -> None:
     study = SCALES["small"].studies[0]
     here = plan.Job(SCALES["small"], study, tmp_path, ("data.path='/a/b.tar'",))

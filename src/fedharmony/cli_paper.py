@@ -139,9 +139,10 @@ def _reproduce(
     from fedharmony.experiments.jobs import Workers
     from fedharmony.paper import output
     from fedharmony.paper.item import concerns
-    from fedharmony.paper.plan import execute, refuse_other_runs, rehearsed, unfinished
+    from fedharmony.paper.plan import execute, in_order, refuse_other_runs, rehearsed, unfinished
 
-    places = [place for job in jobs for place in job.places(asked)]
+    crowd = jobs[0].jobs
+    places = in_order((place for job in jobs for place in job.places(asked)), crowd)
     refuse_other_runs(places)
     left = unfinished(places)
     _refuse_missing_data(jobs, asked)
@@ -150,7 +151,6 @@ def _reproduce(
         for line in [*_outlook(places, left, scale, jobs, asked), *memory]:
             say(line)
     failed: RunsFailedError | None = None
-    crowd = jobs[0].jobs
     command = shlex.join(["fedharmony", *sys.argv[1:]])
     shown = (Board if crowd > 1 else Progress)(quiet=quiet)
     with shown as progress, repeatable(home), ExitStack() as stack:

@@ -376,14 +376,15 @@ def _train(
     from fedharmony.report.load import load
     from fedharmony.report.tables import write_tables
 
-    planned = [run for point in points for run in point.runs]
-    names = [f"{point.name} ".lstrip() for point in points for _ in point.runs]
+    every = [(f"{point.name} ".lstrip(), run) for point in points for run in point.runs]
+    every.sort(key=lambda named: named[1].results is None)  # who counts them counts finished first
+    planned = [run for _, run in every]
     failed: RunsFailedError | None = None
     with crowd.progress(quiet) as progress, repeatable(folder), crowd.workers() as workers:
         data = sweeps.rehearse(points, progress)
 
         def observer(i: int, run: Planned) -> Observer:
-            title = f"{names[i]}{run.label} seed {run.seed}"
+            title = f"{every[i][0]}{run.label} seed {run.seed}"
             return progress.follow(i + 1, len(planned), title, run.settings.run.rounds)
 
         with ExitStack() as held:

@@ -24,8 +24,9 @@ from fedharmony.engine.lanes import Trained, all_finite
 from fedharmony.engine.memory import ClientMemory
 from fedharmony.engine.optimise import TrainSettings
 from fedharmony.engine.stacking import StackedMessage, over_clients
+from fedharmony.engine.step import Show
 from fedharmony.engine.sweeping import Sweeper
-from fedharmony.engine.training import Show, Tick, Trainer
+from fedharmony.engine.training import Tick, Trainer
 from fedharmony.methods.base import Method, Stage
 from fedharmony.models.base import Model, unstack
 from fedharmony.privacy import Clipping

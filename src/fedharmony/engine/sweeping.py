@@ -11,7 +11,7 @@ from fedharmony.engine.batches import Plan, plan_batches
 from fedharmony.engine.clients import ClientData
 from fedharmony.engine.compute_mode import ComputeMode
 from fedharmony.engine.stacking import StackedMessage, constants, narrow
-from fedharmony.engine.training import Show
+from fedharmony.engine.step import Show
 from fedharmony.losses import Batch
 from fedharmony.methods.base import Sweep
 from fedharmony.models.base import Model, stack

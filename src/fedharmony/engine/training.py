@@ -11,57 +11,24 @@ from __future__ import annotations
 
 import functools
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass, field
-from typing import Any
 
 import torch
-from torch import Tensor
 
-from fedharmony.data.augment import AugmentSettings, augment, draw_changes
+from fedharmony.data.augment import AugmentSettings, draw_changes
 from fedharmony.engine.batches import Plan, plan_batches
 from fedharmony.engine.clients import ClientData
 from fedharmony.engine.compute_mode import ComputeMode
-from fedharmony.engine.gpu.compiled import Compiled
 from fedharmony.engine.gpu.graphs import Program, Recorder, StepInput
 from fedharmony.engine.lanes import Lanes, Trained
-from fedharmony.engine.optimise import TrainSettings, clip_gradients
-from fedharmony.engine.stacking import StackedMessage, constants, narrow, over_clients
-from fedharmony.losses import Batch
+from fedharmony.engine.optimise import TrainSettings
+from fedharmony.engine.stacking import StackedMessage, constants, narrow
+from fedharmony.engine.step import Show, StackState, Step
 from fedharmony.methods.base import Method, Sweep
 from fedharmony.models.base import Model, stack
-from fedharmony.types import BUFFERS, PARAMS, Group, Groups, Messages, Record, Tensors
+from fedharmony.types import BUFFERS, PARAMS, Group, Messages, Record, Tensors
 
 #: Called with (steps done, steps in all) during local training.
 Tick = Callable[[int, int], None]
-#: From pixels, message, its client axes, draws and a type to the images that the model reads.
-Show = Callable[[Tensor, Groups, Any, Tensors, torch.dtype], Tensor]
-
-
-@dataclass
-class StackState:
-    """What the steps of a stack read and write, beside its lanes.
-
-    Attributes:
-        held: (M, ...) each, by group: the ``carry`` of their losses; ``sums``, what a sweep has
-            folded of their last epoch; ``weights`` of labels and positives in the loss; ``buffers``
-            that the model renews while it trains.
-        fixed: whether tensors must stay where they are.
-        programs: recorded steps by width, rows, and whether a sweep is folded in.
-    """
-
-    lanes: Lanes
-    message: StackedMessage
-    frozen: Tensors
-    held: dict[str, Tensors]
-    fixed: bool = False
-    programs: dict[tuple[int, int, bool], Program] = field(default_factory=dict)
-
-    def keep(self, group: str, tensors: Tensors, width: int) -> None:
-        """Write a group of the first ``width`` clients to its place."""
-        for name, tensor in tensors.items():
-            place = self.held[group][name][:width]
-            if place.data_ptr() != tensor.data_ptr():
-                place.copy_(tensor)
 
 
 class Trainer:
@@ -78,13 +45,13 @@ class Trainer:
         changes: AugmentSettings,
         show: Show,
     ) -> None:
-        self.model, self.method, self.settings, self.data = model, method, settings, data
-        self.in_training = model.training()
-        self.mode, self.frozen, self.changes, self._show = mode, frozen, changes, show
+        self.step = Step(model, method, settings, data, mode, changes, show)
+        self.method, self.settings, self.data = method, settings, data
+        self.mode, self.frozen, self.changes = mode, frozen, changes
         self._lanes: Lanes | None = None
         self._states: dict[object, StackState] = {}
-        native = getattr(method.loss, "stacked", False)
-        self._loss = Compiled(self._kept_loss, mode.backend) if mode.compile and native else None
+        #: Recorded steps by state, width, rows, and whether a sweep is folded in.
+        self._programs: dict[tuple[object, int, int, bool], Program] = {}
         self._recorder = Recorder() if mode.graphs else None
 
     def rows(self, client: int) -> int:
@@ -110,7 +77,7 @@ class Trainer:
         changes = drawn(change, "augment") if self.changes.active else {}
         state = self._prepared(round, clients, [messages[k] for k in clients], sweep)
         lanes, lowest, rows = state.lanes, len(clients), 0
-        exact = self.model.backbone.mixes_images  # then padding would change results
+        exact = self.step.model.backbone.mixes_images  # then padding would change results
         # Rounded up, a stack may end with clients that do not exist: they see padding only.
         index = data.upload(plan.widened(lanes.size))
         final = data.upload(plan.final_epoch(settings.epochs, lanes.size)) if sweep else None
@@ -148,6 +115,7 @@ class Trainer:
         if self.mode.graphs:
             torch.cuda.synchronize(self.data.device)
             self._recorder = Recorder()
+        self._programs.clear()
         self._states.clear()
         self._lanes = None
 
@@ -174,7 +142,7 @@ class Trainer:
         state = self._states.get(key)
         if state is None:
             places = {name: _placed(tensors, lanes.size) for name, tensors in groups.items()}
-            state = StackState(lanes, message.placed(lanes.size), frozen, places, fixed=True)
+            state = StackState(lanes, message.placed(lanes.size), frozen, places, key)
             self._states[key] = state
         state.message.fill(message, model=self.method.asks_received_model or self.method.pulls)
         for name, tensors in groups.items():
@@ -196,94 +164,18 @@ class Trainer:
         self._lanes.rate.fill_(self.settings.rate(round, self.method.task.rounds))
         return self._lanes
 
-    # -- one step ----------------------------------------------------------------------------------
-
     def _program(
         self, state: StackState, width: int, rows: int, sweep: Sweep | None
     ) -> Callable[[StepInput], None]:
         """The step of the first ``width`` lanes."""
-        key = (width, rows, sweep is not None)
-        if key in state.programs:
-            return state.programs[key]
-        leaves = state.lanes.leaves(width)
-        step = functools.partial(self._step, state, width, leaves, sweep)
-        if not state.fixed:
+        key = (state.key, width, rows, sweep is not None)
+        if key in self._programs:
+            return self._programs[key]
+        step = functools.partial(self.step, state, width, state.lanes.leaves(width), sweep)
+        if state.key is None:
             return step
-        state.programs[key] = Program(step, self._recorder)
-        return state.programs[key]
-
-    def _step(
-        self, state: StackState, width: int, leaves: Tensors, sweep: Sweep | None, given: StepInput
-    ) -> None:
-        """One batch of each client: forward, backward, the method's pull, the optimiser."""
-        method, data, dims = self.method, self.data, state.message.dims
-        dtype, groups = state.lanes.dtype, state.message.first(width)
-        frozen = narrow(state.frozen, width)
-        held = {group: narrow(tensors, width) for group, tensors in state.held.items()}
-        carry, received = held["carry"], narrow(state.message.stacked(PARAMS), width)
-        batch = data.batch(given.images, held["weights"])._replace(draws=given.draws)
-        pixels = data.pixels(given.images) if given.pixels is None else given.pixels
-        if self.changes.active:
-            pixels = augment(self.changes, pixels, given.changes)
-        images = self._show(pixels, groups, dims, given.draws, self.mode.product_dtype(dtype))
-        inputs = over_clients(method.inputs, (0, dims, 0 if method.asks_received_model else None))
-        with self.mode.autocast(data.device):
-            opinion = None
-            if method.asks_received_model:
-                with torch.no_grad():
-                    theirs = {**received, **narrow(state.message.stacked(BUFFERS), width)}
-                    opinion = self.model.apply({**theirs, **frozen}, images).to(dtype)
-            batch = batch._replace(inputs=inputs(batch, groups, opinion))
-            own = {**leaves, **held["buffers"], **frozen}
-            outputs = self.in_training.apply(own, images, batch.inputs)
-        outputs = outputs.to(dtype)
-        if self._loss is not None:
-            values, after = self._loss(outputs, batch, groups, carry), carry
-        else:
-            loss = over_clients(method.loss, (0, 0, dims, 0))
-            values, after = loss(outputs, batch, groups, carry)
-        found = torch.autograd.grad(values.sum(), list(leaves.values()), allow_unused=True)
-        gradients = {n: g for n, g in zip(leaves, found, strict=True) if g is not None}
-        with torch.no_grad():
-            if sweep is not None and given.final is not None:
-                seen = batch.of_rows(given.final.unsqueeze(-1))
-                sums = torch.vmap(sweep.fold)(held["sums"], outputs.detach(), seen)
-                state.keep("sums", sums, width)
-            state.keep("carry", after, width)
-            self._move(state, width, gradients, received, groups, after)
-            state.lanes.losses[:width] += values.detach()
-
-    def _kept_loss(self, outputs: Tensor, batch: Batch, groups: Groups, carry: Tensors) -> Tensor:
-        """The method's loss, compiled; what it carries on is written in the same pass."""
-        values, after = self.method.loss(outputs, batch, groups, carry)
-        with torch.no_grad():
-            for name, tensor in after.items():
-                if tensor is not carry[name]:
-                    carry[name].copy_(tensor)
-        return values
-
-    def _move(
-        self,
-        state: StackState,
-        width: int,
-        gradients: Tensors,
-        received: Tensors,
-        groups: Groups,
-        carry: Tensors,
-    ) -> None:
-        """One step of the optimiser, with the method's pull and limit on the gradient."""
-        method, lanes = self.method, state.lanes
-        params = narrow(lanes.params, width)
-        pull = over_clients(method.pull, (0, 0, state.message.dims, 0))
-        if not method.pull_after_step:
-            for name, more in pull(params, received, groups, carry).items():
-                gradients[name] = more + gradients[name] if name in gradients else more
-        if method.max_grad_norm is not None:
-            gradients = {n: g.to(lanes.dtype) for n, g in gradients.items()}
-            clip_gradients(list(gradients.values()), method.max_grad_norm)
-        lanes.step(gradients)
-        if method.pull_after_step:
-            lanes.shift(pull(params, received, groups, carry), self.settings.lr, width)
+        self._programs[key] = Program(step, self._recorder)
+        return self._programs[key]
 
 
 def _signature(tensors: Tensors) -> object:

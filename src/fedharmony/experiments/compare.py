@@ -144,9 +144,14 @@ def execute(
 def carry_out(
     run: Planned, observe: Observer, data: DataSet | None, device: str | None = None
 ) -> Results:
-    """Start a run, or go on with what is there of it, on another ``device`` if one is given."""
+    """Start a run, or go on with what is there of it, on another ``device`` if one is given.
+
+    It goes on with the part of a GPU's memory that is planned now: before, others may have run
+    beside it.
+    """
     if run.folder.holds_run():
-        return resume(run.folder, observe, device, data)
+        share = run.settings.engine.gpu_share or 1.0
+        return resume(run.folder, observe, device, data, gpu_share=share)
     return start(run.settings, run.folder, observe, data)
 
 

@@ -86,17 +86,23 @@ def resume(
     device: str | None = None,
     data: DataSet | None = None,
     build: Build = assemble,
+    gpu_share: float | None = None,
 ) -> Results:
     """Continue a run where its last checkpoint stands; on a CPU the result is the same to the bit.
 
     A completed run is left alone; its results are returned. On another ``device`` than the run
-    began on, results agree up to rounding. ``data`` saves loading them once more.
+    began on, or with another part of a GPU's memory, results agree up to rounding. ``data`` saves
+    loading them once more.
     """
     settings = folder.open()
     if process_group().leads:
         refuse_if_held(folder.path)
-    if device is not None:
-        settings = replace(settings, engine=replace(settings.engine, device=device))
+    engine = replace(
+        settings.engine,
+        device=device or settings.engine.device,
+        gpu_share=gpu_share or settings.engine.gpu_share,
+    )
+    settings = replace(settings, engine=engine)
     if (results := finished(folder)) is not None:
         return results
     refuse_missing(settings.run.track)

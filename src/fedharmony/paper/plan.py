@@ -149,6 +149,11 @@ def identity(settings: Settings) -> str:
     return json.dumps(tree, sort_keys=True)
 
 
+def in_order(places: Iterable[Place], jobs: int) -> list[Place]:
+    """Finished runs, then the others; of several at once the longest first: none is waited for."""
+    return sorted(places, key=lambda p: (p.run.results is None, jobs > 1 and -p.part.cost))
+
+
 def unfinished(places: Sequence[Place]) -> list[Place]:
     """The runs that are still to be carried out."""
     return [place for place in places if place.run.results is None]

@@ -68,39 +68,29 @@ class Study:
     only: tuple[str, ...] = ()
     seeds: int = 3
 
-    def base(self, methods: tuple[str, ...], seeds: int = 3) -> Part:
-        """The settings of the study as they are."""
-        return self._part("base", methods, seeds)
+    def base(self, methods: tuple[str, ...], seeds: int | None = None) -> Part:
+        """The settings of the study as they are; with fewer seeds than it has, if said so."""
+        return Part("base", methods, min(seeds or self.seeds, self.seeds))
 
-    def _part(
-        self,
-        name: str,
-        methods: tuple[str, ...],
-        seeds: int,
-        changes: tuple[str, ...] = (),
-        cost: float = 1.0,
-    ) -> Part:
-        return Part(name, methods, min(seeds, self.seeds), changes, cost)
-
-    def at_gamma(self, gamma: str, methods: tuple[str, ...], seeds: int) -> Part:
+    def at_gamma(self, gamma: str, methods: tuple[str, ...]) -> Part:
         """Another label skew."""
         if gamma == self.gamma:
-            return self.base(methods, seeds)
-        return self._part(f"gamma-{gamma}", methods, seeds, (f"split.gamma={gamma}",))
+            return self.base(methods)
+        return Part(f"gamma-{gamma}", methods, self.seeds, (f"split.gamma={gamma}",))
 
-    def at_share(self, share: str, methods: tuple[str, ...], seeds: int) -> Part:
+    def at_share(self, share: str, methods: tuple[str, ...]) -> Part:
         """Another participation."""
         if share == self.share:
-            return self.base(methods, seeds)
+            return self.base(methods)
         changes = ("federation.cohort=", f"federation.participation={share}")
         cost = float(share) / float(self.share)
-        return self._part(f"participation-{share}", methods, seeds, changes, cost)
+        return Part(f"participation-{share}", methods, self.seeds, changes, cost)
 
-    def with_clients(self, clients: int, methods: tuple[str, ...], seeds: int) -> Part:
+    def with_clients(self, clients: int, methods: tuple[str, ...]) -> Part:
         """The same images on more clients."""
         changes, cost = self.crowd or ((), 1.0)
         changes = (f"split.clients={clients}", *changes)
-        return self._part(f"clients-{clients}", methods, seeds, changes, cost)
+        return Part(f"clients-{clients}", methods, self.seeds, changes, cost)
 
 
 @dataclass(frozen=True)

@@ -24,8 +24,6 @@ from fedharmony.report.panel import Section, count, styles
 from fedharmony.report.svg import style
 
 METHODS = (BASE, OURS)
-#: Seeds of both halves.
-SHARE_SEEDS, CROWD_SEEDS = 2, 1
 #: What the text of the paper speaks of.
 METRICS = ("mAP", "OR", "OF1")
 #: Rounds of the runs whose memory is measured.
@@ -57,16 +55,13 @@ class Fig5(Item):
 
     def by_share(self, study: Study) -> dict[str, Part]:
         """(a, b)."""
-        return {
-            f"{float(share):.0%}": study.at_share(share, METHODS, SHARE_SEEDS)
-            for share in study.shares
-        }
+        return {f"{float(share):.0%}": study.at_share(share, METHODS) for share in study.shares}
 
     def by_crowd(self, study: Study) -> dict[str, Part]:
         """(c, d); not for clients that are given."""
         if study.crowd is None:
             return {}
-        return {f"{n:,}": study.with_clients(n, METHODS, CROWD_SEEDS) for n in CROWDS}
+        return {f"{n:,}": study.with_clients(n, METHODS) for n in CROWDS}
 
     def fits(self, study: Study) -> bool:
         """Whether there is something to vary."""

@@ -15,7 +15,6 @@ from fedharmony.report.panel import Section, count, styles
 METHODS = (BASE, "spherefed", OURS)
 #: The metrics that the paper draws.
 METRICS = ("mAP", "OF1", "CP", "CR")
-SEEDS = 3
 
 
 @items.register("fig6")
@@ -37,7 +36,7 @@ class Fig6(Item):
 
     def parts(self, study: Study) -> Sequence[Part]:
         """One part per γ."""
-        return [study.at_gamma(gamma, METHODS, SEEDS) for gamma in study.gammas]
+        return [study.at_gamma(gamma, METHODS) for gamma in study.gammas]
 
     def fits(self, study: Study) -> bool:
         """Clients that are given cannot be split otherwise."""
