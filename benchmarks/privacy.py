@@ -141,7 +141,7 @@ def figure(rows: Sequence[dict[str, Any]]) -> str:
     """The curves as SVG: one panel for VOC 2012 and one for the others, as far as there are any."""
     real = [row for row in rows if row["curve"].startswith("voc")]
     made = [row for row in rows if not row["curve"].startswith("voc")]
-    titles = ((real, "VOC 2012, last layer of a ViT-Ti"), (made, "Made-up data"))
+    titles = ((real, "VOC 2012, last layer or whole ViT-Ti"), (made, "Made-up data"))
     panels = [panel(own, title) for own, title in titles if own]
     height = HEIGHT * len(panels)
     head = f'xmlns="http://www.w3.org/2000/svg" viewBox="0 0 {WIDTH} {height}" width="{WIDTH}"'

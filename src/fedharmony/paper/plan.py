@@ -27,7 +27,7 @@ from fedharmony.paper.scale import Part, Scale, Study
 from fedharmony.reading import is_there
 from fedharmony.report.load import RunView, load_run
 
-RUNS, MEASURED = "runs", "measured.json"
+RUNS, MEASURED, MATRICES = "runs", "measured.json", "matrices.safetensors"
 
 
 @dataclass(frozen=True)
@@ -45,6 +45,11 @@ class Place:
     part: Part
     method: str
     run: Planned
+
+    @property
+    def torn(self) -> bool:
+        """Whether the run is finished, and its matrices were not carried along with its results."""
+        return self.run.results is not None and not self.run.folder[MATRICES].exists()
 
     @property
     def title(self) -> str:
@@ -96,7 +101,7 @@ class Job:
         """What an item can be shown from; None while a run, or what it measures, is missing."""
         views: dict[tuple[str, str, int], RunView] = {}
         for place in self.places([item]):
-            if place.run.results is None:
+            if place.run.results is None or place.torn:
                 return None
             key = place.part.name, place.method, place.run.seed
             views[key] = load_run(place.run.folder.path)
@@ -127,7 +132,10 @@ class Job:
 
 
 def refuse_other_runs(places: Sequence[Place]) -> None:
-    """Refuse folders that hold other runs than planned, or that another process writes to."""
+    """Refuse folders that hold other runs than planned, or that another process writes to.
+
+    Refused is a finished run, too, that came here without its matrices.
+    """
     for place in places:
         folder = place.run.folder
         refuse_if_held(folder.path)
@@ -135,6 +143,11 @@ def refuse_other_runs(places: Sequence[Place]) -> None:
             raise CheckpointError(
                 f"{folder.path} holds a run with other settings than {place.title} needs. Choose "
                 "another folder with --out, or remove that one."
+            )
+        if place.torn:
+            raise CheckpointError(
+                f"{folder.path} holds a finished run without its {MATRICES}. Put that file there, "
+                "or remove the folder: then the run is repeated."
             )
 
 
