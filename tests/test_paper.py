@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import math
+import os
 import re
 from collections.abc import Callable
 from dataclasses import replace
@@ -36,6 +37,8 @@ from fedharmony.report.load import RunView, load_run
 from test_cli import refuse, succeed
 
 ROOT = Path(__file__).parents[1]
+SHARED = os.environ.get("FEDHARMONY_SHARED", Path(__file__).parents[2] / "shared")
+COCO = Path(SHARED, "data", "coco2017_mini_144px.tar.gz")
 TINY = (
     *("data.train=60", "data.test=30", "split.clients=3", "split.name=iid", "run.rounds=2"),
     *("model.width=8", "model.depth=1", "model.heads=2", "train.epochs=1", "engine.threads=1"),
@@ -572,6 +575,22 @@ def test_run_folders_from_elsewhere_need_no_data(tmp_path: Path, tiny: Scale) ->
     assert "finished run without its matrices.safetensors" in refuse(tmp_path, *command)
     others = succeed(tmp_path, "reproduce", "theorem1", "--out", "out")  # shows what it can
     assert "Theorem 1" in others
+
+
+@pytest.mark.skipif(not COCO.is_file(), reason="needs the small COCO 2017 archive")
+def test_real_images_of_coco_go_through(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """A smoke test of the paper's scale: 80 labels of 159 real images, one round, no weights."""
+    small = (
+        *("data.year=2017", "data.image_size=16", "split.clients=4", "run.rounds=1"),
+        *("train.epochs=1", "model.name=vit", "model.weights=", "model.width=80"),
+        *("model.depth=1", "model.heads=2", "model.patch=8", "engine.threads=1"),
+    )
+    study = replace(PAPER.studies[1], changes=small, seeds=1)
+    monkeypatch.setattr(scales, "SCALES", {"paper": replace(PAPER, studies=(study,))})
+    command = ("reproduce", "table1", "fig2", "fig3", "fig4", "algorithm1", "--scale", "paper")
+    shown = succeed(tmp_path, *command, "--data", str(COCO), "--out", "out", "--quiet")
+    assert shown.count("COCO-80") >= 5
+    assert len(list(tmp_path.glob("out/coco/runs/base/*/seed-0/results.json"))) == 8
 
 
 def test_measuring(tmp_path: Path, tiny: Scale) -> None:
