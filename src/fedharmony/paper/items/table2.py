@@ -117,7 +117,7 @@ class Table2(Item):
         steps = known["steps"]
         example = steps[next(iter(steps))]
         why = (
-            f"blocks save {saved:.1%} of ten rounds. A loop over single pairs takes "
+            f"blocks save {_share(saved, 1)} of ten rounds. A loop over single pairs takes "
             f"{example['loop'] / example['loop blocks']:.1f} times as long over all pairs as "
             f"inside of blocks at {next(iter(steps))} labels, matrix products the same: the "
             "paper's saving fits such a loop."
