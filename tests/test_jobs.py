@@ -20,9 +20,9 @@ from typer.testing import CliRunner
 
 from fedharmony.cli import app
 from fedharmony.data.base import DataSet
-from fedharmony.errors import ConfigError
 from fedharmony.experiments import build, jobs
 from fedharmony.experiments.compare import carry_out, plan, rehearse
+from fedharmony.experiments.crowd import Crowd
 from fedharmony.experiments.jobs import Workers
 from fedharmony.experiments.run import start
 from fedharmony.experiments.settings import load_settings
@@ -157,12 +157,20 @@ def test_threads_and_memory_are_shared_unless_they_are_set(tmp_path: Path) -> No
     threads = torch.get_num_threads()
     demo = load_settings("demo")
     for number in (1, 2, 1000):
-        (run,) = plan(demo, ["fedavg"], [0], tmp_path, number)
+        (run,) = plan(demo, ["fedavg"], [0], tmp_path, Crowd(number))
         assert run.settings.engine.threads == max(1, threads // number)
         assert run.settings.engine.gpu_share == (1 / number if number > 1 else None)
     own = load_settings("demo", ["engine.threads=7", "engine.gpu_share=0.5"])
-    (run,) = plan(own, ["fedavg"], [0], tmp_path, 4)
+    (run,) = plan(own, ["fedavg"], [0], tmp_path, Crowd(4))
     assert (run.settings.engine.threads, run.settings.engine.gpu_share) == (7, 0.5)
+
+
+def test_runs_on_several_gpus_share_one_with_their_own_neighbours_alone(tmp_path: Path) -> None:
+    """Four on two GPUs: half of one each; five: three of them on one; two: a whole one each."""
+    demo, devices = load_settings("demo"), ("cuda:0", "cuda:1")
+    for number, part in ((4, 1 / 2), (5, 1 / 3), (2, None)):
+        (run,) = plan(demo, ["fedavg"], [0], tmp_path, Crowd(number, devices))
+        assert run.settings.engine.gpu_share == part
 
 
 def test_a_run_goes_on_with_the_part_of_a_gpu_that_is_planned_now(
@@ -173,20 +181,22 @@ def test_a_run_goes_on_with_the_part_of_a_gpu_that_is_planned_now(
     monkeypatch.setattr(build, "keep_to_share", lambda device, part: asked.append(part))
     small = ["data.train=60", "data.test=12", "split.clients=3", "run.rounds=1", "train.epochs=1"]
     demo = load_settings("demo", [*small, "engine.device=cpu"])
-    for crowd in (11, 2, 1):
-        (run,) = plan(demo, ["fedavg"], [0], tmp_path, crowd)
+    for number in (11, 2, 1):
+        (run,) = plan(demo, ["fedavg"], [0], tmp_path, Crowd(number))
         run.folder["results.json"].unlink(missing_ok=True)
         asked.clear()
         carry_out(run, lambda event: None, None)
-        assert asked == [1 / crowd]
+        assert asked == [1 / number]
 
 
 def test_devices_are_checked_first(tmp_path: Path) -> None:
-    with pytest.raises(ConfigError, match=r"engine.device = 'cuda:99'"):
-        Workers(2, ["cpu", "cuda:99"])
-    command = ["compare", "demo", "--device", "cuda:0,cuda:1", "--jobs", "1"]
-    result = CliRunner().invoke(app, [*command, "--out", str(tmp_path / "out")])
-    assert "names 2 devices for --jobs 1" in str(result.exception)
+    for devices, words in (
+        ("cpu,cpu:0", "names 2 devices for --jobs 1"),
+        ("cuda:99", "engine.device = 'cuda:99'"),
+    ):
+        command = ["compare", "demo", "--device", devices, "--jobs", "1"]
+        result = CliRunner().invoke(app, [*command, "--out", str(tmp_path / "out")])
+        assert words in str(result.exception)
     assert not (tmp_path / "out").exists()
 
 
@@ -227,7 +237,7 @@ def test_devices_take_turns(monkeypatch: pytest.MonkeyPatch) -> None:
             self.device, self.gone = device, False
 
     monkeypatch.setattr(jobs, "_Worker", Fake)
-    workers = Workers(4, ["cpu", "cpu:0"])
+    workers = Workers(Crowd(4, ("cpu", "cpu:0")))
     busy: list[jobs._Worker] = []
     for _ in range(4):
         busy.append(workers._idle(set(map(id, busy))))
@@ -235,7 +245,7 @@ def test_devices_take_turns(monkeypatch: pytest.MonkeyPatch) -> None:
     assert workers._idle({id(worker) for worker in busy[:3]}) is busy[3]  # who is free goes on
     busy[1].gone = True
     assert workers._idle({id(worker) for worker in busy if not worker.gone}).device == "cpu:0"
-    alone = Workers(2)
+    alone = Workers(Crowd(2))
     assert alone._idle(set()).device is None
 
 

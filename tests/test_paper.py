@@ -243,14 +243,15 @@ def test_a_run_counts_wherever_its_data_lay(tmp_path: Path) -> None:
 def test_paths_of_data(tmp_path: Path) -> None:
     (tmp_path / "voc").mkdir()
     voc = str(tmp_path / "voc")
-    assert plan.paths_of(SCALES["small"], [voc]) == {"voc2012": voc}
     assert plan.paths_of(PAPER, [f"voc2007={voc}"]) == {"voc2007": voc}
-    with pytest.raises(ConfigError, match="Say which it is"):
+    one = replace(PAPER, studies=PAPER.studies[:1])
+    assert plan.paths_of(one, [voc]) == {"voc2007": voc}
+    with pytest.raises(ConfigError, match=r"voc2007=PATH, coco=PATH, flair=PATH\. Say which"):
         plan.paths_of(PAPER, [voc])
     with pytest.raises(ConfigError, match="no data set 'vok'"):
         plan.paths_of(PAPER, [f"vok={voc}"])
     with pytest.raises(DataError, match="nothing at"):
-        plan.paths_of(SCALES["small"], ["/nowhere"])
+        plan.paths_of(one, ["/nowhere"])
     with pytest.raises(ConfigError, match="takes no data"):
         plan.paths_of(DEMO, [voc])
 
@@ -375,8 +376,10 @@ def test_an_item_is_shown_with_the_seeds_that_all_of_its_runs_have(tmp_path: Pat
             path, seed = place.run.folder.path, place.run.seed
             write_fake_run(path, method=place.method, seed=seed, rounds=2)
     assert made.found(item) is None
-    (outcome,) = [o for o in output.outcomes([made], all_items()) if o.item.name == "fig6"]
-    assert {seed for _, _, seed in outcome.found.folders} == {0, 1}
+    for asked in (3, 1):  # as with --seeds 1: what is there is shown
+        jobs = [replace(made, study=replace(made.study, seeds=asked))]
+        (outcome,) = [o for o in output.outcomes(jobs, all_items()) if o.item.name == "fig6"]
+        assert {seed for _, _, seed in outcome.found.folders} == {0, 1}
     assert "2 seeds" in outcome.shown.grids[0].note
 
 
@@ -550,7 +553,7 @@ def test_what_was_asked_is_run_once(
     assert (folder / "config.toml").is_file()
     assert not (folder / "results.json").exists()
     shown = succeed(tmp_path, *command)
-    assert "1 runs in all, 0 finished" in shown
+    assert "1 run in all, 0 finished" in shown
     assert "A run takes up to about 0.8 GB of memory, 1 at once 0.8 GB" in shown
     assert "Fig. 2" in shown
     assert (folder / "results.json").is_file()
@@ -558,7 +561,7 @@ def test_what_was_asked_is_run_once(
     before = (tmp_path / "out/report.html").stat().st_mtime_ns
     with monkeypatch.context() as patch:
         patch.setattr(runs, "_rounds", stop)
-        assert "1 runs in all, 1 finished" in succeed(tmp_path, *command)
+        assert "1 run in all, 1 finished" in succeed(tmp_path, *command)
     assert (tmp_path / "out/report.html").stat().st_mtime_ns == before
     assert "done" in succeed(tmp_path, "reproduce", "--out", "out")
 
@@ -593,6 +596,57 @@ def test_real_images_of_coco_go_through(tmp_path: Path, monkeypatch: pytest.Monk
     assert len(list(tmp_path.glob("out/coco/runs/base/*/seed-0/results.json"))) == 8
 
 
+def test_data_sets_without_data_are_left_out_and_nothing_is_said_of_them_twice(
+    tmp_path: Path, tiny: Scale, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Three data sets: one needs nothing, one lacks its data, one is not what the item is about."""
+    (plenty,) = tiny.studies
+    missing = replace(plenty, name="far", title="far away", needs="far.zip")
+    other = replace(missing, name="other", only=("fig1",))
+    scale = replace(tiny, studies=(plenty, missing, other))
+    monkeypatch.setattr(scales, "SCALES", {"demo": scale})
+    shown = succeed(tmp_path, "reproduce", "fig2", "theorem1", "--out", "out")
+    assert "Left out: far away: 1 run to be done. Give --data far=PATH (far.zip)" in shown
+    assert "other" not in shown
+    assert shown.count("Theorem 1") == 1
+    assert {p.name for p in (tmp_path / "out").iterdir() if p.is_dir()} == {"digits"}
+    monkeypatch.setattr(scales, "SCALES", {"demo": replace(scale, studies=(missing, other))})
+    refused = refuse(tmp_path, "reproduce", "fig2", "--out", "again")
+    assert "The scale 'demo' needs data. far away: 1 run " in refused
+    assert not (tmp_path / "again").exists()
+    assert "Theorem 1" in succeed(tmp_path, "reproduce", "theorem1", "--out", "again")
+
+
+def test_items_that_are_not_about_data_are_gone_through_once(tmp_path: Path) -> None:
+    jobs = [plan.Job(PAPER, study, tmp_path / study.name) for study in PAPER.studies]
+    found = [(job.study.name, item.name) for job, item in plan.tasks(jobs, all_items())]
+    assert [study for study, item in found if item == "theorem1"] == ["voc2007"]
+    assert [study for study, item in found if item == "table1"] == ["voc2007", "coco", "flair"]
+    assert [study for study, item in found if item == "fig6"] == ["voc2007", "coco"]
+
+
+def test_small_data_sets_differ_in_their_data_alone(tmp_path: Path) -> None:
+    """COCO is trained as VOC 2012 is; FLAIR has users of its own, 50 of them in a round."""
+    small = SCALES["small"]
+    found = {}
+    for study in small.studies:
+        place = plan.Job(small, study, tmp_path).places(named("fig2"))[0]
+        found[study.name] = place.run.settings
+    voc, coco, flair = (found[name] for name in ("voc2012", "coco", "flair"))
+    assert coco.tree() | {"data": voc.tree()["data"]} == voc.tree()
+    assert [s.tree()["data"]["image_size"] for s in (voc, coco, flair)] == [144] * 3
+    assert (flair.tree()["split"]["name"], flair.federation.cohort) == ("natural", 50)
+    assert flair.model == voc.model
+
+
+def test_devices_of_several_runs_are_checked_first(tmp_path: Path, tiny: Scale) -> None:
+    command = ["reproduce", "fig2", "--out", "out", "--device"]
+    assert "engine.device = 'cuda:99'" in refuse(tmp_path, *command, "cpu,cuda:99")
+    both = "names 2 devices for --jobs 1"
+    assert both in refuse(tmp_path, *command, "cpu,cpu:0", "--jobs", "1")
+    assert not (tmp_path / "out").exists()
+
+
 def test_measuring(tmp_path: Path, tiny: Scale) -> None:
     succeed(tmp_path, "reproduce", "fig1", "--out", "out", "--quiet")
     known = json.loads((tmp_path / "out/digits/fig1/measured.json").read_text())
@@ -611,7 +665,7 @@ def test_measuring(tmp_path: Path, tiny: Scale) -> None:
     [
         (["reproduce", "tabel1"], "Did you mean 'table1'"),
         (["reproduce", "all", "--scale", "huge"], "no such scale"),
-        (["reproduce", "table1", "--scale", "small"], "24 runs are still to be done"),
+        (["reproduce", "table1", "--scale", "small"], "24 runs to be done"),
         (["reproduce", "all", "--scale", "paper", "--data", "x"], "Say which it is"),
     ],
 )

@@ -18,6 +18,7 @@ from fedharmony.experiments import run as runs
 from fedharmony.experiments import tune
 from fedharmony.experiments.build import assemble, hold_out
 from fedharmony.experiments.compare import Planned, plan
+from fedharmony.experiments.crowd import Crowd
 from fedharmony.experiments.folder import RunFolder
 from fedharmony.experiments.jobs import Workers
 from fedharmony.experiments.run import resume, start
@@ -293,7 +294,7 @@ def test_methods_searched_at_once_give_what_they_give_one_after_the_other(
         numbers.append(i)
         return lambda event: None
 
-    together = Search(settings, names, tmp_path / "b").run(observer, workers=Together(2))
+    together = Search(settings, names, tmp_path / "b").run(observer, workers=Together(Crowd(2)))
     assert together == apart
     assert handed == [["fedavg", "fedavg", "fedprox", "fedprox"], ["fedprox", "fedprox"]]
     assert numbers == [0, 1, 2, 3, 4, 5]

@@ -150,6 +150,15 @@ Plugins = Annotated[
 ]
 
 
+def words_of(text: str) -> list[str]:
+    """What is listed with commas.
+
+    >>> words_of("a, b,")
+    ['a', 'b']
+    """
+    return [word.strip() for word in text.split(",") if word.strip()]
+
+
 def import_torch() -> None:
     """Import torch, and keep the garbage collector away from it from then on.
 

@@ -16,11 +16,13 @@ from rich import box
 from rich.table import Table
 from rich.text import Text
 
+from fedharmony.cli_crowd import crowd_of, progress_of, workers_of
 from fedharmony.cli_guard import repeatable
-from fedharmony.cli_options import Quiet, usable
+from fedharmony.cli_options import Devices, Jobs, Quiet, changes_of, usable
 from fedharmony.config import machine_memory
 from fedharmony.errors import ConfigError, RunsFailedError
-from fedharmony.report.progress import Board, Observer, Progress, duration
+from fedharmony.experiments.crowd import ALONE, Crowd
+from fedharmony.report.progress import Observer, duration
 from fedharmony.terminal import console, say
 
 if TYPE_CHECKING:
@@ -36,11 +38,11 @@ def reproduce(
     ] = None,
     scale: Annotated[
         str,
-        typer.Option(help="demo: built-in data; small: ViT-Ti on VOC 2012; paper: its constants."),
+        typer.Option(help="demo: built-in data; small: ViT-Ti on yours; paper: its constants."),
     ] = "demo",
     data: Annotated[
         list[str] | None,
-        typer.Option(metavar="PATH", help="Your copy of the data; of several sets NAME=PATH."),
+        typer.Option(metavar="PATH", help="Your copy of a data set, as voc2012=PATH."),
     ] = None,
     weights: Annotated[
         Path | None, typer.Option(callback=usable, help="Weights of the backbone, as a file.")
@@ -49,10 +51,10 @@ def reproduce(
         Path | None, typer.Option("--out", "-o", callback=usable, help="Folder for everything.")
     ] = None,
     seeds: Annotated[
-        int | None, typer.Option(min=1, max=3, help="Seeds of each point at most; 3 by default.")
+        int | None, typer.Option(min=1, max=3, help="Seeds of each point; 3 by default.")
     ] = None,
-    jobs: Annotated[int, typer.Option("--jobs", "-j", min=1, max=1024, help="Runs at once.")] = 1,
-    device: Annotated[str | None, typer.Option(help="cpu, cuda, cuda:1, ….")] = None,
+    jobs: Jobs = None,
+    device: Devices = None,
     quiet: Quiet = False,
 ) -> None:
     """Go through the tables, figures and theorems of the FedHarmony paper.
@@ -60,8 +62,9 @@ def reproduce(
     Example: `fedharmony reproduce all --scale demo --jobs 2`
 
     Without an item, lists all of them. Items share their runs; finished runs are kept and
-    unfinished ones continued, so the same command can be stopped and repeated. Writes tables,
-    figures, results.json and one report.html.
+    unfinished ones continued, so the same command can be stopped and repeated. Of a scale with
+    several data sets those are gone through that --data names. Writes tables, figures, results.json
+    and one report.html.
     """
     from fedharmony.paper.item import all_items, items
     from fedharmony.paper.scale import scale_of
@@ -77,84 +80,83 @@ def reproduce(
     asked = every if "all" in names else [item for item in every if item.name in names]
     for name in names:
         _ = None if name == "all" else items[name]  # refuses one that does not exist
-    _reproduce(asked, every, chosen, home, _jobs(chosen, home, data, weights, device, jobs), quiet)
+    crowd = crowd_of("reproduce", jobs, device)
+    _reproduce(asked, every, home, _jobs(chosen, home, data, weights, crowd), quiet)
 
 
 def _jobs(
     scale: Scale,
     home: Path,
-    data: Sequence[str] | None,
-    weights: Path | None,
-    device: str | None,
-    jobs: int,
+    data: Sequence[str] | None = None,
+    weights: Path | None = None,
+    crowd: Crowd = ALONE,
 ) -> list[Job]:
     """One for each study of the scale, with the user's paths."""
     from fedharmony.paper.plan import Job, paths_of
 
     paths = paths_of(scale, data or ())
-    common = [] if device is None else [f'engine.device="{device}"']
-    common += [] if weights is None else [f"model.weights='{weights.resolve()}'"]
+    common = [] if weights is None else [f"model.weights='{weights.resolve()}'"]
     found = []
     for study in scale.studies:
-        own = (f"data.path='{paths[study.name]}'",) if study.name in paths else ()
-        found.append(Job(scale, study, home / study.name, (*own, *common), jobs))
+        own = [f"data.path='{paths[study.name]}'"] if study.name in paths else []
+        changes = changes_of([*own, *common], crowd.device)
+        found.append(Job(scale, study, home / study.name, tuple(changes), crowd))
     return found
 
 
 def _list(every: Sequence[Item], scale: Scale, home: Path) -> None:
-    """All items: claim, needs, times, and which were run."""
-    from fedharmony.paper.item import concerns
-    from fedharmony.paper.plan import seconds
+    """All items: claim, times, and which were run; then what every scale needs."""
+    from fedharmony.paper.plan import seconds, tasks
     from fedharmony.paper.scale import SCALES
 
-    jobs = _jobs(scale, home, None, None, None, 1)
     table = Table(box=box.HORIZONTALS, pad_edge=False, show_lines=True)
     table.add_column("item", no_wrap=True)
     table.add_column("the paper says", ratio=1)
     table.add_column("takes about", no_wrap=True)
     table.add_column("here", no_wrap=True)
+    jobs = _jobs(scale, home)
     for item in every:
-        times = [f"{n}: {duration(seconds(item, one))}" for n, one in SCALES.items()]
-        fitting = [job for job in jobs if concerns(item, job.study)]
-        done = [job.found(item) is not None for job in fitting]
-        state = "done" if all(done) else f"{sum(done)} of {len(done)}" if any(done) else "–"
-        table.add_row(Text(item.name, "bold"), item.claim, "\n".join(times), state)
+        studies = [job for job, _ in tasks(jobs, [item])]
+        times = [
+            f"{job.study.name}: {duration(seconds(item, job.study, scale))}" for job in studies
+        ]
+        done = ["done" if job.found(item) is not None else "–" for job in studies]
+        table.add_row(Text(item.name, "bold"), item.claim, "\n".join(times), "\n".join(done))
     screen = console()
     screen.print(table)
-    screen.print(f"here: in {home}.")
+    screen.print(f"Scale {scale.name}, in {home}. Times: of each item alone, on {scale.machine}.")
     for one in SCALES.values():
-        needs = "; ".join(f"{s.name}: {s.needs}" for s in one.studies if s.needs) or "no data"
-        screen.print(f"{one.name}: {needs}. Times: about, on {one.machine}, without shared runs.")
+        needs = [f"--data {s.name}=PATH ({s.needs})" for s in one.studies if s.needs]
+        screen.print(f"--scale {one.name}: {', '.join(needs) or 'no data'}.")
 
 
 def _reproduce(
-    asked: Sequence[Item],
-    every: Sequence[Item],
-    scale: Scale,
-    home: Path,
-    jobs: Sequence[Job],
-    quiet: bool,
+    asked: Sequence[Item], every: Sequence[Item], home: Path, jobs: Sequence[Job], quiet: bool
 ) -> None:
     from fedharmony.experiments.folder import RunFolder
-    from fedharmony.experiments.jobs import Workers
     from fedharmony.paper import output
-    from fedharmony.paper.item import concerns
-    from fedharmony.paper.plan import execute, in_order, refuse_other_runs, rehearsed, unfinished
+    from fedharmony.paper.plan import (
+        execute,
+        in_order,
+        refuse_other_runs,
+        rehearsed,
+        tasks,
+        unfinished,
+    )
 
-    crowd = jobs[0].jobs
-    places = in_order((place for job in jobs for place in job.places(asked)), crowd)
+    crowd = jobs[0].crowd
+    ready, left_out = _with_data(jobs, asked)
+    places = in_order((place for job in ready for place in job.places(asked)), crowd.size)
     refuse_other_runs(places)
     left = unfinished(places)
-    _refuse_missing_data(jobs, asked)
     memory = _memory(left, jobs)
     if not quiet:
-        for line in [*_outlook(places, left, scale, jobs, asked), *memory]:
+        for line in [*left_out, *_outlook(places, left, ready, asked), *memory]:
             say(line)
     failed: RunsFailedError | None = None
     command = shlex.join(["fedharmony", *sys.argv[1:]])
-    shown = (Board if crowd > 1 else Progress)(quiet=quiet)
-    with shown as progress, repeatable(home), ExitStack() as stack:
-        workers = stack.enter_context(Workers(crowd)) if crowd > 1 and left else None
+    with progress_of(crowd, quiet) as progress, repeatable(home), ExitStack() as stack:
+        workers = stack.enter_context(workers_of(crowd)) if left else None
         data = rehearsed(places, progress)
         stack.enter_context(RunFolder(home).writing())
 
@@ -166,14 +168,13 @@ def _reproduce(
             execute(places, data, observer, workers)
         except RunsFailedError as error:
             failed = error
-        for job in jobs:
-            for item in asked:
-                if concerns(item, job.study) and job.measured(item) is None:
-                    if not quiet:
-                        say(f"{item.name}: measuring {item.measures}")
-                    job.measure(item)
+        for job, item in tasks(ready, asked):
+            if job.measured(item) is None:
+                if not quiet:
+                    say(f"{item.name}: measuring {item.measures}")
+                job.measure(item)
         found = output.outcomes(jobs, every)
-        output.write(home, scale.name, found, command)
+        output.write(home, jobs[0].scale.name, found, command)
     for outcome in found:
         if outcome.item in asked:
             say(f"{outcome.item.title} ({outcome.job.study.title})\n  {outcome.shown.verdict}")
@@ -183,45 +184,50 @@ def _reproduce(
         raise failed
 
 
-def _refuse_missing_data(jobs: Sequence[Job], asked: Sequence[Item]) -> None:
-    """Refuse to begin where there is something to train or measure, and no data to do it with."""
-    from fedharmony.paper.item import concerns
-    from fedharmony.paper.plan import unfinished
+def _with_data(jobs: Sequence[Job], asked: Sequence[Item]) -> tuple[list[Job], list[str]]:
+    """The studies that have the data they still need, and what is said of the others.
 
-    for job in jobs:
-        own = [item for item in asked if concerns(item, job.study)]
-        runs = len(unfinished(job.places(own)))
-        measured = [item.name for item in own if job.measured(item) is None]
+    Refused where none has.
+    """
+    from fedharmony.paper.plan import tasks, unfinished
+    from fedharmony.report.panel import count
+
+    ready, lines = [], []
+    own: dict[Job, list[Item]] = {}
+    for job, item in tasks(jobs, asked):
+        own.setdefault(job, []).append(item)
+    for job, its in own.items():
+        runs = len(unfinished(job.places(its)))
+        measured = [item.name for item in its if job.measured(item) is None]
         given = any(change.startswith("data.path=") for change in job.changes)
-        if job.study.needs and not given and (runs or measured):
-            what = f"{runs} runs" + (f" and measuring {', '.join(measured)}" if measured else "")
-            raise ConfigError(
-                f"The scale {job.scale.name!r} needs data for {job.study.title}: {what} are still "
-                f"to be done. Give --data {job.study.name}=PATH ({job.study.needs}), or bring "
-                f"finished run folders to {job.home / 'runs'}."
-            )
+        if given or not job.study.needs or not (runs or measured):
+            ready.append(job)
+            continue
+        what = [count(runs, "run")] if runs else []
+        what += [f"what is measured for {', '.join(measured)}"] if measured else []
+        lines.append(
+            f"{job.study.title}: {' and '.join(what)} to be done. Give --data "
+            f"{job.study.name}=PATH ({job.study.needs}), or bring finished run folders to "
+            f"{job.home / 'runs'}."
+        )
+    if lines and not ready:
+        raise ConfigError(f"The scale {jobs[0].scale.name!r} needs data. {' '.join(lines)}")
+    return ready, [f"Left out: {line}" for line in lines]
 
 
 def _outlook(
-    places: Sequence[Place],
-    left: Sequence[Place],
-    scale: Scale,
-    jobs: Sequence[Job],
-    asked: Sequence[Item],
+    places: Sequence[Place], left: Sequence[Place], jobs: Sequence[Job], asked: Sequence[Item]
 ) -> list[str]:
     """What is about to be done, and how long that takes."""
-    from fedharmony.paper.item import concerns
+    from fedharmony.paper.plan import tasks
+    from fedharmony.report.panel import count
 
-    total = 0.0
-    for job in jobs:
-        own = [place for place in left if place.run.folder.path.is_relative_to(job.home)]
-        total += sum(place.part.cost for place in own) * job.study.seconds / scale.at_once
-        total += sum(
-            i.measuring for i in asked if concerns(i, job.study) and job.measured(i) is None
-        )
-    lines = [f"{len(places)} runs in all, {len(places) - len(left)} finished."]
+    seconds = {job.study.name: job.study.seconds / job.scale.at_once for job in jobs}
+    total = sum(place.part.cost * seconds[place.study] for place in left)
+    total += sum(item.measuring for job, item in tasks(jobs, asked) if job.measured(item) is None)
+    lines = [f"{count(len(places), 'run')} in all, {len(places) - len(left)} finished."]
     if total:
-        lines.append(f"What is left takes about {duration(total)} on {scale.machine}.")
+        lines.append(f"What is left takes about {duration(total)} on {jobs[0].scale.machine}.")
     if left and any(job.study.needs for job in jobs):
         lines += _on_cpu(left)
     return lines
@@ -234,7 +240,7 @@ def _memory(left: Sequence[Place], jobs: Sequence[Job]) -> list[str]:
     known = sorted((size for place in left if (size := sizes[place.study])), reverse=True)
     if not known:
         return []
-    at_once, there = known[: jobs[0].jobs], machine_memory() / 1e9
+    at_once, there = known[: jobs[0].crowd.size], machine_memory() / 1e9
     taken = (
         f"A run takes up to about {known[0]:.1f} GB of memory, {len(at_once)} at once "
         f"{sum(at_once):.1f} GB; this machine has {there:.1f} GB."

@@ -3,14 +3,14 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
-from contextlib import AbstractContextManager, ExitStack, nullcontext
-from dataclasses import dataclass
+from contextlib import ExitStack
 from functools import partial
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated
 
 import typer
 
+from fedharmony.cli_crowd import crowd_of, progress_of, workers_of
 from fedharmony.cli_guard import repeatable, resumable
 from fedharmony.cli_options import (
     Against,
@@ -31,18 +31,19 @@ from fedharmony.cli_options import (
     hush,
     import_torch,
     settings_of,
+    words_of,
 )
 from fedharmony.cli_report import show_folder, show_runs
 from fedharmony.cli_settings import print_plan
 from fedharmony.errors import ConfigError, RunsFailedError
-from fedharmony.report.progress import Board, Observer, Progress
+from fedharmony.experiments.crowd import ALONE, Crowd
+from fedharmony.report.progress import Observer, Progress
 from fedharmony.terminal import columns, console, say
 
 if TYPE_CHECKING:
     from fedharmony.experiments.compare import Planned
     from fedharmony.experiments.evaluate import Results
     from fedharmony.experiments.folder import RunFolder
-    from fedharmony.experiments.jobs import Workers
     from fedharmony.experiments.settings import Settings
     from fedharmony.experiments.sweep import Point
     from fedharmony.report.load import Runs
@@ -154,16 +155,16 @@ def compare(
     extended. With `--jobs N`, N runs go on at once and share the CPU threads. The table (mean ± sd)
     is printed and written as table.md, table.csv and table.tex.
     """
-    crowd = _crowd("compare", jobs, device)
+    crowd = crowd_of("compare", jobs, device)
     settings = settings_of(config, overrides, crowd.device, plugin)
     folder = out or Path("runs") / f"{Path(config).stem}-comparison"
-    names, numbers = _words(method_list), _numbers(seeds)
+    names, numbers = words_of(method_list), _numbers(seeds)
     if dry_run:
         from fedharmony.experiments.dry_run import plan_of_comparison
 
         print_plan(plan_of_comparison(settings, names, numbers, folder))
     else:
-        _compare(settings, Path(config).stem, names, numbers, folder, quiet, against, crowd)
+        _compare(settings, Path(config).stem, names, numbers, folder, quiet, crowd, against)
 
 
 def sweep(
@@ -186,14 +187,14 @@ def sweep(
     combination is tried. Finished runs are skipped and unfinished ones continued, so the same
     command can be repeated or extended. Each combination is a comparison in a folder of its own.
     """
-    crowd = _crowd("sweep", jobs, device)
+    crowd = crowd_of("sweep", jobs, device)
     from fedharmony.experiments import sweep as sweeps
     from fedharmony.report.sweep import table_of, write_sweep
 
     changes = changes_of(overrides, crowd.device, plugin)
     folder = out or Path("runs") / f"{Path(config).stem}-sweep"
     numbers = _numbers(seeds)
-    points = sweeps.plan(config, changes, _words(method_list), numbers, folder, crowd.size)
+    points = sweeps.plan(config, changes, words_of(method_list), numbers, folder, crowd)
     if dry_run:
         from fedharmony.experiments.dry_run import plan_of_sweep
 
@@ -236,7 +237,7 @@ def tune(
     config: `fedharmony compare demo tuned/tuned.toml --methods fedavg,fedprox`. Finished trials are
     kept, so the same command can be repeated or extended.
     """
-    crowd = _crowd("tune", jobs, device)
+    crowd = crowd_of("tune", jobs, device)
     from fedharmony.experiments.tune import CRITERION, Search
 
     settings = settings_of(config, overrides, crowd.device, plugin)
@@ -244,9 +245,9 @@ def tune(
     if dry_run:
         from fedharmony.experiments.dry_run import plan_of_search
 
-        return print_plan(plan_of_search(settings, _words(method_list), folder))
-    search = Search(settings, _words(method_list), folder, crowd.size)
-    with crowd.progress(quiet) as progress, repeatable(folder), crowd.workers() as workers:
+        return print_plan(plan_of_search(settings, words_of(method_list), folder))
+    search = Search(settings, words_of(method_list), folder, crowd)
+    with progress_of(crowd, quiet) as progress, repeatable(folder), workers_of(crowd) as workers:
 
         def observer(i: int, planned: Planned) -> Observer:
             name = f"{planned.label} {planned.folder.path.name}"
@@ -291,54 +292,6 @@ def demo(
     _compare(settings, "demo", names, _numbers(seeds), folder, quiet)
 
 
-@dataclass(frozen=True)
-class _Crowd:
-    """How many runs go on at once, and where."""
-
-    jobs: int | None = None
-    devices: Sequence[str] = ()
-
-    def __post_init__(self) -> None:
-        """Refuse devices that nobody would use."""
-        if self.size < len(self.devices):
-            raise ConfigError(
-                f"--device {','.join(self.devices)} names {len(self.devices)} devices for --jobs "
-                f"{self.size}. Give at least as many jobs, or leave --jobs out."
-            )
-
-    @property
-    def size(self) -> int:
-        """Runs at once: one per device if nobody says."""
-        return self.jobs or max(1, len(self.devices))
-
-    @property
-    def device(self) -> str | None:
-        """The first device, if one is named."""
-        return next(iter(self.devices), None)
-
-    def progress(self, quiet: bool) -> Progress:
-        """What shows so many runs."""
-        return (Board if self.size > 1 else Progress)(quiet=quiet)
-
-    def workers(self) -> AbstractContextManager[Workers | None]:
-        """The processes, if there are several; they end with the block."""
-        from fedharmony.experiments.jobs import Workers
-
-        return Workers(self.size, self.devices) if self.size > 1 else nullcontext()
-
-
-def _crowd(command: str, jobs: int | None, devices: str | None) -> _Crowd:
-    """What the options of a command that runs in a single process make."""
-    import_torch()
-    from fedharmony.transport.processes import process_group
-
-    if process_group().size > 1:
-        raise ConfigError(
-            f"'fedharmony {command}' works in one process. Under torchrun use 'run' and 'resume'."
-        )
-    return _Crowd(jobs, _words(devices or ""))
-
-
 def _compare(
     settings: Settings,
     name: str,
@@ -346,13 +299,13 @@ def _compare(
     seeds: Sequence[int],
     folder: Path,
     quiet: bool,
+    crowd: Crowd = ALONE,
     against: str | None = None,
-    crowd: _Crowd = _Crowd(),  # noqa: B008 (frozen)
 ) -> None:
     from fedharmony.experiments import compare as comparison
     from fedharmony.experiments.sweep import Point
 
-    planned = comparison.plan(settings, labels, seeds, folder, crowd.size)
+    planned = comparison.plan(settings, labels, seeds, folder, crowd)
     if against is not None:
         comparison.refuse_reference(against, {run.label for run in planned})
     index = partial(comparison.write_index, folder, name, planned, against)
@@ -367,7 +320,7 @@ def _train(
     points: Sequence[Point],
     folder: Path,
     quiet: bool,
-    crowd: _Crowd,
+    crowd: Crowd,
     write_index: Callable[[], None],
 ) -> tuple[list[Runs], RunsFailedError | None]:
     """Carry out comparisons and write the tables of those that have results; and what failed."""
@@ -380,7 +333,7 @@ def _train(
     every.sort(key=lambda named: named[1].results is None)  # who counts them counts finished first
     planned = [run for _, run in every]
     failed: RunsFailedError | None = None
-    with crowd.progress(quiet) as progress, repeatable(folder), crowd.workers() as workers:
+    with progress_of(crowd, quiet) as progress, repeatable(folder), workers_of(crowd) as workers:
         data = sweeps.rehearse(points, progress)
 
         def observer(i: int, run: Planned) -> Observer:
@@ -405,13 +358,9 @@ def _train(
     return found, failed
 
 
-def _words(text: str) -> list[str]:
-    return [word.strip() for word in text.split(",") if word.strip()]
-
-
 def _numbers(text: str) -> list[int]:
     try:
-        seeds = [int(word) for word in _words(text)]
+        seeds = [int(word) for word in words_of(text)]
     except ValueError:
         raise ConfigError(f"--seeds {text!r} must be whole numbers, for instance 0,1,2.") from None
     if any(seed < 0 for seed in seeds):

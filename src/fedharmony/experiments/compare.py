@@ -14,6 +14,7 @@ from fedharmony.data.base import DataSet
 from fedharmony.errors import ConfigError, nearest
 from fedharmony.experiments.binding import Binding
 from fedharmony.experiments.build import Observer, assemble
+from fedharmony.experiments.crowd import ALONE, Crowd
 from fedharmony.experiments.evaluate import Results
 from fedharmony.experiments.folder import RunFolder, folder_name, make_folder
 from fedharmony.experiments.machine import with_threads
@@ -61,15 +62,15 @@ def names_of(labels: Sequence[str]) -> list[str]:
 
 
 def plan(
-    base: Settings, labels: Sequence[str], seeds: Sequence[int], out: Path, jobs: int = 1
+    base: Settings, labels: Sequence[str], seeds: Sequence[int], out: Path, crowd: Crowd = ALONE
 ) -> list[Planned]:
     """All runs, checked before the first one starts.
 
     A seed sets the run and the initial model; data and split stay as configured. ``all`` stands
-    for every registered method, ``central`` for training on all images in one place. ``jobs`` runs
-    are to share the machine.
+    for every registered method, ``central`` for training on all images in one place. Runs of the
+    crowd are to share the machine.
     """
-    names, base = names_of(labels), with_threads(base, jobs)
+    names, base = names_of(labels), with_threads(base, crowd)
     if not names or not seeds:
         raise ConfigError("A comparison needs at least one method and one seed.")
     refuse_if_held(out)

@@ -30,9 +30,9 @@ from fedharmony.data.base import DataSet
 from fedharmony.errors import Failure, FedHarmonyError, RunsFailedError, Stopped
 from fedharmony.experiments.build import Observer
 from fedharmony.experiments.compare import Planned, carry_out, rehearse
+from fedharmony.experiments.crowd import Crowd
 from fedharmony.experiments.evaluate import Results
 from fedharmony.experiments.folder import RunFolder
-from fedharmony.experiments.machine import choose_device
 from fedharmony.experiments.settings import compose
 from fedharmony.server.federation import Event
 
@@ -46,13 +46,11 @@ _context = multiprocessing.get_context("spawn")  # a process that uses CUDA cann
 class Workers:
     """At most so many processes that carry out runs; inside a ``with`` block, which ends them.
 
-    They take the devices in turn; without any, it is left to the settings.
+    They take the crowd's devices in turn; without any, it is left to the settings.
     """
 
-    def __init__(self, jobs: int, devices: Sequence[str] = ()) -> None:
-        for device in devices:
-            choose_device(device)  # refuses one that is not there
-        self._jobs, self._devices = jobs, devices
+    def __init__(self, crowd: Crowd) -> None:
+        self._crowd = crowd
         self._all: list[_Worker] = []
         self._said: set[str] = set()
 
@@ -84,10 +82,10 @@ class Workers:
         failures: list[Failure] = []
         if waiting and not self._all:
             threads = runs[0].settings.engine.threads
-            logger.info("%d processes, CPU threads of each: %s.", self._jobs, threads)
+            logger.info("%d processes, CPU threads of each: %s.", self._crowd.size, threads)
         busy: dict[Connection, tuple[_Worker, int, Observer]] = {}
         while waiting or busy:
-            while waiting and len(busy) < self._jobs:
+            while waiting and len(busy) < self._crowd.size:
                 number = waiting.popleft()
                 worker = self._idle({id(w) for w, *_ in busy.values()})
                 busy[worker.pipe] = worker, number, observer(number, runs[number])
@@ -124,7 +122,7 @@ class Workers:
         free = next((w for w in self._all if id(w) not in busy), None)
         if free is None:
             taken = [w.device for w in self._all]
-            device = min(self._devices, key=taken.count, default=None)
+            device = min(self._crowd.devices, key=taken.count, default=None)
             free = _Worker(device)
             self._all.append(free)
         return free

@@ -11,6 +11,7 @@ from fedharmony.engine.compute_mode import ComputeMode
 from fedharmony.engine.gpu.barrier import compiler_is_safe
 from fedharmony.engine.gpu.payoff import compiling_pays
 from fedharmony.errors import ConfigError
+from fedharmony.experiments.crowd import ALONE, Crowd
 from fedharmony.experiments.settings import EngineSettings, Settings
 from fedharmony.transport.processes import process_group
 
@@ -72,14 +73,14 @@ def choose_mode(
     )
 
 
-def with_threads(settings: Settings, jobs: int = 1) -> Settings:
+def with_threads(settings: Settings, crowd: Crowd = ALONE) -> Settings:
     """The same settings with the number of CPU threads written down: the bits depend on it.
 
-    Where the settings leave it open, ``jobs`` runs at once share the threads of one, and plan with
-    equal parts of a GPU's memory: what a neighbour takes must not decide on stacks.
+    Where the settings leave it open, runs at once share the threads of one, and those on one GPU
+    plan with equal parts of its memory: what a neighbour takes must not decide on stacks.
     """
-    threads = settings.engine.threads or max(1, torch.get_num_threads() // jobs)
-    part = settings.engine.gpu_share or (1 / jobs if jobs > 1 else None)
+    threads = settings.engine.threads or max(1, torch.get_num_threads() // crowd.size)
+    part = settings.engine.gpu_share or (1 / crowd.neighbours if crowd.neighbours > 1 else None)
     return replace(settings, engine=replace(settings.engine, threads=threads, gpu_share=part))
 
 

@@ -16,6 +16,7 @@ from fedharmony.errors import ConfigError
 from fedharmony.experiments import compare
 from fedharmony.experiments.build import Observer
 from fedharmony.experiments.compare import Planned
+from fedharmony.experiments.crowd import ALONE, Crowd
 from fedharmony.experiments.folder import RunFolder, folder_name, make_folder
 from fedharmony.experiments.settings import load_settings
 
@@ -88,7 +89,7 @@ def plan(
     labels: Sequence[str],
     seeds: Sequence[int],
     out: Path,
-    jobs: int = 1,
+    crowd: Crowd = ALONE,
 ) -> list[Point]:
     """Every point with all of its runs, checked before the first one starts."""
     swept, others = split_changes(changes)
@@ -110,7 +111,7 @@ def plan(
         if folder in folders:
             raise ConfigError(f"Two points would share the folder {folder}.")
         folders.add(folder)
-        points.append(Point(values, folder, compare.plan(settings, labels, seeds, folder, jobs)))
+        points.append(Point(values, folder, compare.plan(settings, labels, seeds, folder, crowd)))
     return points
 
 

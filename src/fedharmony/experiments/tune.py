@@ -18,6 +18,7 @@ from fedharmony.config import flat, merge, nested, to_toml
 from fedharmony.errors import ConfigError
 from fedharmony.experiments.build import Observer
 from fedharmony.experiments.compare import Planned, execute, names_of, rehearse
+from fedharmony.experiments.crowd import ALONE, Crowd
 from fedharmony.experiments.evaluate import Results
 from fedharmony.experiments.folder import RunFolder, folder_name
 from fedharmony.experiments.jobs import Workers
@@ -64,8 +65,10 @@ class BestSettings:
 class Search:
     """Trials of several methods, in one folder; finished ones are kept, so it can be continued."""
 
-    def __init__(self, settings: Settings, labels: Sequence[str], out: Path, jobs: int = 1) -> None:
-        self.settings, self.out = with_threads(settings, jobs), out
+    def __init__(
+        self, settings: Settings, labels: Sequence[str], out: Path, crowd: Crowd = ALONE
+    ) -> None:
+        self.settings, self.out = with_threads(settings, crowd), out
         self.methods = names_of(labels)
         for name in self.methods:
             if ":" in name:

@@ -109,6 +109,8 @@ class Item(ABC):
     claim: ClassVar[str]
     #: How the verdict follows from the figures.
     rule: ClassVar[str]
+    #: Whether it is about data: what is not is gone through once, for the first study.
+    about_data: ClassVar[bool] = True
     #: What is measured beside the runs; empty where nothing is.
     measures: ClassVar[str] = ""
     #: Seconds that measuring takes on the scale's machine.

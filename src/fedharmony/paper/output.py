@@ -11,8 +11,8 @@ from typing import Any
 import fedharmony
 from fedharmony.experiments.folder import jsonable, make_folder
 from fedharmony.files import write_atomically
-from fedharmony.paper.item import Found, Item, Shown, concerns
-from fedharmony.paper.plan import Job
+from fedharmony.paper.item import Found, Item, Shown
+from fedharmony.paper.plan import Job, tasks
 from fedharmony.report.load import RunView
 from fedharmony.report.page import render
 from fedharmony.report.panel import Section, count
@@ -61,9 +61,8 @@ def outcomes(jobs: Sequence[Job], every: Sequence[Item]) -> list[Outcome]:
     """All items whose runs are finished, with one seed at least, in the paper's order."""
     return [
         Outcome(job, item, found, item.show(found))
-        for job in jobs
-        for item in every
-        if concerns(item, job.study) and (found := job.found_so_far(item)) is not None
+        for job, item in tasks(jobs, every)
+        if (found := job.found_so_far(item)) is not None
     ]
 
 

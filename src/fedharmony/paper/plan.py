@@ -9,7 +9,7 @@ it is.
 from __future__ import annotations
 
 import json
-from collections.abc import Callable, Iterable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
 from pathlib import Path
 
@@ -17,13 +17,14 @@ from fedharmony.data.base import DataSet
 from fedharmony.errors import CheckpointError, ConfigError, DataError, nearest
 from fedharmony.experiments.build import Observer
 from fedharmony.experiments.compare import Planned, carry_out, rehearse
+from fedharmony.experiments.crowd import ALONE, Crowd
 from fedharmony.experiments.folder import RunFolder, folder_name, make_folder
 from fedharmony.experiments.jobs import Workers
 from fedharmony.experiments.machine import with_threads
 from fedharmony.experiments.settings import Settings, load_settings
 from fedharmony.files import refuse_if_held
 from fedharmony.paper.item import Bench, Found, Item, Measured, concerns
-from fedharmony.paper.scale import Part, Scale, Study
+from fedharmony.paper.scale import SEEDS, Part, Scale, Study
 from fedharmony.reading import is_there
 from fedharmony.report.load import RunView, load_run
 
@@ -66,14 +67,14 @@ class Job:
         study: the data set.
         home: the folder of the study.
         changes: the user's paths and device, as settings.
-        jobs: runs at once.
+        crowd: runs at once.
     """
 
     scale: Scale
     study: Study
     home: Path
     changes: tuple[str, ...] = ()
-    jobs: int = 1
+    crowd: Crowd = ALONE
 
     def places(self, asked: Iterable[Item]) -> list[Place]:
         """The runs of all items, each once, in the order in which items ask for them."""
@@ -89,7 +90,7 @@ class Job:
 
     def _settings(self, part: Part) -> Settings:
         changes = [*self.study.changes, *part.changes, *self.changes]
-        return with_threads(load_settings(self.study.config, changes), self.jobs)
+        return with_threads(load_settings(self.study.config, changes), self.crowd)
 
     def _planned(self, part: Part, settings: Settings) -> Planned:
         place = (
@@ -109,8 +110,8 @@ class Job:
         return None if measured is None else Found(self.scale, self.study, views, measured)
 
     def found_so_far(self, item: Item) -> Found | None:
-        """The same with as many seeds as all of its runs have by now."""
-        for seeds in range(self.study.seeds, 0, -1):
+        """The same with as many seeds as all of its runs have, whatever was asked for now."""
+        for seeds in range(SEEDS, 0, -1):
             fewer = replace(self, study=replace(self.study, seeds=seeds))
             if (found := fewer.found(item)) is not None:
                 return found
@@ -129,6 +130,15 @@ class Job:
             make_folder(self.home / item.name)
             measured = item.measure(Bench(self.scale, self.study, self.changes))
             RunFolder(self.home / item.name).write_json(MEASURED, measured)
+
+
+def tasks(jobs: Sequence[Job], asked: Iterable[Item]) -> Iterator[tuple[Job, Item]]:
+    """Every study with each of its items; an item that is not about data goes with the first."""
+    every = list(asked)
+    for job in jobs:
+        for item in every:
+            if concerns(item, job.study) and (item.about_data or job is jobs[0]):
+                yield job, item
 
 
 def refuse_other_runs(places: Sequence[Place]) -> None:
@@ -226,11 +236,7 @@ def paths_of(scale: Scale, given: Sequence[str]) -> dict[str, str]:
     return found
 
 
-def seconds(item: Item, scale: Scale) -> float:
+def seconds(item: Item, study: Study, scale: Scale) -> float:
     """The time of an item by itself on the scale's machine, about."""
-    total = 0.0
-    for study in scale.studies:
-        if concerns(item, study):
-            runs = sum(p.cost * len(p.methods) * p.seeds for p in item.parts(study))
-            total += runs * study.seconds / scale.at_once + item.measuring
-    return total
+    runs = sum(part.cost * len(part.methods) * part.seeds for part in item.parts(study))
+    return runs * study.seconds / scale.at_once + item.measuring

@@ -25,7 +25,9 @@ LARGEST, SMALLEST, WITHIN = 0.3, 0.02, 1.0
 
 
 class Theorem(Item):
-    """An item that needs no run."""
+    """An item that needs neither data nor runs."""
+
+    about_data = False
 
     def parts(self, study: Study) -> Sequence[Part]:
         """None."""
