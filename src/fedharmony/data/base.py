@@ -12,7 +12,7 @@ from __future__ import annotations
 import os
 from abc import ABC, abstractmethod
 from collections.abc import Sized
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any, ClassVar, Protocol
 
@@ -188,6 +188,7 @@ class DataSet:
         test: What the global model is measured on; it never enters a client.
         planted: float64 ``(C, C)``, the true label correlation φ where the label process is known.
         features: Names of the features, where inputs are vectors and have names.
+        shelf: What runs on these data were answered, for those that follow.
     """
 
     name: str
@@ -196,6 +197,7 @@ class DataSet:
     test: LabelledImages
     planted: npt.NDArray[np.float64] | None = None
     features: tuple[str, ...] = ()
+    shelf: dict[str, Any] = field(default_factory=dict, repr=False, compare=False)
 
     def __post_init__(self) -> None:
         count = len(self.classes)

@@ -62,14 +62,14 @@ class Cohort:
         self.mode, self.method, self.clipping = mode or ComputeMode(), method, clipping
         self.data = ClientData(data, clients, seed, device, memory or ClientMemory())
         self.sizes = self.data.sizes
-        self._model, self._settings, self._sweep_batch = model, settings, sweep_batch
-        self._frozen = {name: tensor.to(device) for name, tensor in (frozen or {}).items()}
+        self.model, self._settings, self._sweep_batch = model, settings, sweep_batch
+        self.frozen = {name: tensor.to(device) for name, tensor in (frozen or {}).items()}
         self._changes = changes or AugmentSettings()
         self.trainer, self.sweeper = self._workers(self.mode)
 
     def _workers(self, mode: ComputeMode) -> tuple[Trainer, Sweeper]:
         """Who trains and who sweeps, with everything compiled that ``mode`` says."""
-        model, method, frozen, show = self._model, self.method, self._frozen, _shower(self.method)
+        model, method, frozen, show = self.model, self.method, self.frozen, _shower(self.method)
         if mode.compile:
             said: set[str] = set()
             model = model.compiled(lambda piece: CompiledPiece(piece, mode.backend, said))

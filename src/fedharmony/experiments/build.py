@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import hashlib
+import json
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field, replace
 from pathlib import Path
@@ -36,6 +38,7 @@ from fedharmony.transport.attacks import Attack
 from fedharmony.transport.base import Transport
 from fedharmony.transport.inprocess import InProcess
 from fedharmony.transport.processes import Processes, join, process_group
+from fedharmony.transport.shelf import Shelf
 from fedharmony.types import Index, Labels, Record
 
 if TYPE_CHECKING:
@@ -50,7 +53,7 @@ class Assembly:
 
     Data are kept as ``loaded``, and as clients see them, on the device. ``clients`` is what each
     trains on: its part, less what is held out; thresholds are chosen on some of that, if on any.
-    ``bound`` has the hashes of all this.
+    ``bound`` has the hashes of all this. Data may be ``shared`` with other runs.
     """
 
     blueprint: Blueprint
@@ -63,6 +66,7 @@ class Assembly:
     bound: Binding
     for_thresholds: LabelledImages | None = None
     attack: Attack = field(default_factory=Attack)
+    shared: bool = False
 
     @property
     def settings(self) -> Settings:
@@ -108,11 +112,31 @@ class Assembly:
             self.mode,
             plan.clipping,
         )
-        transport: Transport = InProcess(cohort, self.stack_rule(), tick)
+        transport: Transport = InProcess(cohort, self.stack_rule(), tick, self._shelf())
         if process_group().size > 1:
             join(self.device, engine.wait_s)
             transport = Processes(transport, process_group(), self.device)
         return transport
+
+    def _shelf(self) -> Shelf | None:
+        """Answers that several runs on these data share; none where clients lie, in their own ways.
+
+        Its place is what answers depend on beside the question, or how they are computed. The model
+        itself is part of the question, whatever seed it comes from.
+        """
+        if not self.shared or self.attack.active:
+            return None
+        whole = self.settings.tree()
+        tree = {section: whole[section] for section in ("data", "split", "engine")}
+        tree["model"] = {k: v for k, v in whole["model"].items() if k != "seed"}
+        tree["head"] = {k: v for k, v in whole["federation"].items() if k.startswith("head_")}
+        tree["batch"] = self.settings.train.batch_size  # decides on the width of stacks
+        owners = hashlib.sha256()
+        for client, images in self.clients.items():
+            owners.update(f"{client} {len(images)} ".encode())
+            owners.update(np.ascontiguousarray(images).data)
+        facts = [tree, self.bound, owners.hexdigest(), str(self.device), repr(self.mode)]
+        return Shelf(self.loaded.shelf, json.dumps(facts, sort_keys=True, default=str))
 
     def stack_rule(self) -> StackRule:
         """How many clients train at once: as the settings say, or as a trial shows."""
@@ -138,6 +162,7 @@ def assemble(
     """
     device = choose_device(settings.engine.device)
     keep_to_share(device, settings.engine.gpu_share or 1.0)
+    shared = data is not None
     if data is None:
         loaded, drafted = _load(settings, partition_file, observe)
     else:
@@ -170,6 +195,7 @@ def assemble(
         attack=attack,
         bound=bind(loaded, partition, drafted.held_out),
         for_thresholds=None if chosen is None else annotated.subset(chosen),
+        shared=shared,
     )
 
 

@@ -14,6 +14,7 @@ from fedharmony.engine.cohort import Cohort
 from fedharmony.engine.room import StackRule
 from fedharmony.errors import CheckpointError, DeviceMemoryError
 from fedharmony.methods.base import Stage
+from fedharmony.transport.shelf import Shelf
 from fedharmony.types import Answers, Failure, Messages, Reply
 
 log = logging.getLogger(__name__)
@@ -24,6 +25,8 @@ SAVED_AT_MOST = 3
 
 class InProcess:
     """Runs clients in stacks, as wide as a rule (or a number) allows.
+
+    What an earlier run on the same data was answered is taken from the shelf.
 
     When a whole stack raises, its clients are run one by one, so that only those at fault are left
     out; each is named with its stage, round and reason. A stack that does not fit into the memory
@@ -40,15 +43,23 @@ class InProcess:
         cohort: Cohort,
         stack: StackRule | int,
         tick: Callable[[int, int, int], None] | None = None,
+        shelf: Shelf | None = None,
     ) -> None:
         self.cohort = cohort
         self.sizes: Mapping[int, int] = cohort.sizes
         self._rule = StackRule(stack) if isinstance(stack, int) else stack
-        self._tick = tick
+        self._tick, self._shelf = tick, shelf
         self._saved = 0
 
     def exchange(self, stage: Stage, round: int, messages: Messages) -> Answers:
         """Train stack after stack, in the order of the messages (largest first fills them best)."""
+        asked, shelf = self._ask(stage, round, messages), self._shelf
+        question = None if shelf is None else shelf.question(self.cohort, stage, messages)
+        if shelf is None or question is None:
+            return asked
+        return shelf.answers(question, asked, self.cohort.data.device)
+
+    def _ask(self, stage: Stage, round: int, messages: Messages) -> Answers:
         done, total = 0, len(messages)
         for members in self._rule.stacks(list(messages), self.sizes):
 
