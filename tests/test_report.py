@@ -11,9 +11,11 @@ import json
 import math
 import re
 from collections.abc import Callable, Sequence
+from dataclasses import replace
 from html.parser import HTMLParser
 from pathlib import Path
 from typing import Any
+from xml.etree import ElementTree as ET
 
 import numpy as np
 import pytest
@@ -40,6 +42,7 @@ from fedharmony.report.panels.clients import client_picture
 from fedharmony.report.panels.correlation import Correlation, correlation_map, off_diagonal
 from fedharmony.report.panels.labels import Labels
 from fedharmony.report.progress import Progress
+from fedharmony.report.standalone import standalone
 from fedharmony.report.tables import RunRow, metric_table, table_of
 from fedharmony.rng import numpy_rng
 
@@ -521,6 +524,56 @@ def test_a_curve_by_hand() -> None:
     assert [y for _, y in outline] == pytest.approx(
         [y1 - 7.07 * per_point, y2, y2, y1 + 7.07 * per_point], abs=0.1
     )
+
+
+def test_a_belt_to_compare_with_is_drawn_and_fits_the_axis() -> None:
+    """A line from 20 to 24 %, a belt from 30 to 32: the axis reaches to it, at the same scale."""
+    series = [Series("a", svg.style(0), ({1: 0.20, 2: 0.24},))]
+    text = curve("mAP", series, rounds=2, percent=True, belt=(0.30, 0.32)).svg
+    belt = re.search(r'<path d="M([^"]*)z" fill="var\(--muted\)" fill-opacity', text)
+    line = re.search(r'<path d="M([^"z]*)" fill="none" stroke="var\(--s1\)"', text)
+    assert belt is not None
+    assert line is not None
+    corners, ends = ([float(p.split()[1]) for p in found[1].split("L")] for found in (belt, line))
+    per_point = (ends[0] - ends[1]) / 4
+    assert corners[0] == pytest.approx(ends[1] - 6 * per_point, abs=0.05)
+    assert corners[0] - corners[2] == pytest.approx(2 * per_point, abs=0.05)
+    assert corners[2] >= 0
+    assert text.count('stroke-dasharray="4,2"') == 2
+
+
+def test_a_figure_that_stands_alone_says_what_it_shows() -> None:
+    """Title and a legend of both lines above, the note below, all inside of the frame."""
+    series = [Series(n, svg.style(i), ({1: 0.1, 2: 0.2 + i},)) for i, n in enumerate("a<")]
+    picture = replace(curve("mAP, %", series, rounds=2), note="Bands: none.")
+    text = standalone(picture)
+    root = ET.fromstring(text)
+    left, top, width, height = map(float, root.attrib["viewBox"].split())
+    words = {t.text: t for t in root.iter("{http://www.w3.org/2000/svg}text")}
+    assert {"mAP, %", "a", "<", "Bands: none."} <= set(words)
+    inner = curve("mAP, %", series, rounds=2).svg
+    size = re.search(r'viewBox="0 0 ([\d.]+) ([\d.]+)"', inner)
+    assert size is not None
+    assert top == -(14 + 14 + 8)  # a line of title, one of legend, and room
+    assert left + width == float(size[1])
+    assert float(words["Bands: none."].attrib["y"]) < top + height
+    assert float(words["Bands: none."].attrib["y"]) > float(size[2])
+    assert inner.count(svg.style(1).outline) + 1 == text.count(svg.style(1).outline)
+    alone = curve("mAP, %", series[:1], rounds=2)
+    assert alone.keys == ()  # one line needs no legend
+
+
+def test_a_map_that_stands_alone_has_its_colours_explained() -> None:
+    order = LabelOrder(np.arange(2))
+    matrix = off_diagonal(np.array([[0.0, 0.34], [0.34, 0.0]]), None)
+    text = standalone(correlation_map("True", matrix, order, ("a", "b"), 0.4))
+    assert ">−0.4</text>" in text
+    assert ">+0.4; hatched: unknown; cells: hundredths</text>" in text
+    assert f'fill="rgb{svg.POSITIVE}"' in text
+    large = np.zeros((30, 30))
+    names = tuple(map(str, range(30)))
+    text = standalone(correlation_map("True", large, LabelOrder(np.arange(30)), names, 0.4))
+    assert "hundredths" not in text  # too many cells for numbers
 
 
 def test_a_run_of_one_round_has_one_tick() -> None:

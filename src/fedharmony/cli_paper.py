@@ -177,7 +177,8 @@ def _reproduce(
         output.write(home, jobs[0].scale.name, found, command)
     for outcome in found:
         if outcome.item in asked:
-            say(f"{outcome.item.title} ({outcome.job.study.title})\n  {outcome.shown.verdict}")
+            where = f" ({outcome.job.study.title})" if outcome.item.about_data else ""
+            say(f"{outcome.item.title}{where}\n  {outcome.shown.verdict}")
     if not quiet:
         say(f"Report: {home / output.REPORT}")
     if failed is not None:

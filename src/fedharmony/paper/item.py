@@ -111,6 +111,8 @@ class Item(ABC):
     rule: ClassVar[str]
     #: Whether it is about data: what is not is gone through once, for the first study.
     about_data: ClassVar[bool] = True
+    #: Whether its figures show images of the data, which may be somebody else's.
+    shows_images: ClassVar[bool] = False
     #: What is measured beside the runs; empty where nothing is.
     measures: ClassVar[str] = ""
     #: Seconds that measuring takes on the scale's machine.

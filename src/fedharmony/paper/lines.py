@@ -5,13 +5,10 @@ from __future__ import annotations
 from collections.abc import Mapping, Sequence
 
 from fedharmony.paper.item import Found
-from fedharmony.paper.published import NAMES
+from fedharmony.paper.published import LOOKS, NAMES
 from fedharmony.paper.scale import Part
 from fedharmony.report.charts import Picture, Series, curve
-from fedharmony.report.svg import Style
-
-#: What the first colours of the palette are called, for figures that stand alone.
-COLOURS = ("blue", "orange", "green")
+from fedharmony.report.panel import count
 
 
 def lines_over(
@@ -20,7 +17,7 @@ def lines_over(
     parts: Mapping[str, Part],
     methods: Sequence[str],
     metric: str,
-    looks: Mapping[str, Style],
+    belt: tuple[float, float, str],
 ) -> Picture:
     """A metric over points at equal distances: a line per method, a band over seeds.
 
@@ -30,21 +27,23 @@ def lines_over(
         parts: by the value.
         methods: one line each.
         metric: in per cent.
-        looks: of the methods.
+        belt: what the paper says of it: from, to, per cent, and in words.
     """
-    series = []
+    series, seeds = [], 0
     for method in methods:
         curves: dict[int, dict[int, float]] = {}
         for place, part in enumerate(parts.values(), start=1):
             for run in found.group(part, method):
                 curves.setdefault(run.seed, {})[place] = run.metrics[metric]
-        series.append(Series(method, looks[method], tuple(curves.values())))
-    names = zip(COLOURS, (NAMES[method] for method in methods), strict=False)
+        series.append(Series(NAMES[method], LOOKS[method], tuple(curves.values())))
+        seeds = len(curves)
+    low, high, words = belt
     return curve(
         f"{metric}, %",
         series,
         rounds=len(parts),
         percent=True,
         values=(axis, list(parts)),
-        note=f"Lines: {', '.join(f'{colour} {name}' for colour, name in names)}.",
+        belt=(low / 100, high / 100),
+        note=f"Bands: ± one standard deviation over {count(seeds, 'seed')}. Grey: {words}.",
     )

@@ -16,7 +16,7 @@ from fedharmony.paper.plan import Job, tasks
 from fedharmony.report.load import RunView
 from fedharmony.report.page import render
 from fedharmony.report.panel import Section, count
-from fedharmony.report.split import standalone
+from fedharmony.report.standalone import standalone
 
 RESULTS, REPORT = "results.json", "report.html"
 
@@ -47,6 +47,7 @@ class Outcome:
             "study": self.job.study.name,
             "title": self.item.title,
             "claim": self.item.claim,
+            "lead": " ".join(section.lead for section in self.shown.sections),
             "verdict": self.shown.verdict.word,
             "why": self.shown.verdict.why,
             "rule": self.shown.verdict.rule,
@@ -72,8 +73,7 @@ def figures(shown: Shown) -> Iterator[tuple[str, str]]:
     for section in shown.sections:
         for picture in section.pictures:
             number += 1
-            caption = f"{picture.title}. {picture.note}".strip()
-            yield f"figure-{number}.svg", standalone(replace(picture, note=caption))
+            yield f"figure-{number}.svg", standalone(picture)
 
 
 def write(home: Path, scale: str, found: Sequence[Outcome], command: str) -> None:
@@ -121,7 +121,8 @@ def page(scale: str, found: Sequence[Outcome], command: str) -> str:
         for number, section in enumerate(outcome.shown.sections, start=1):
             summary = _summary(outcome) if number == 1 else ()
             name = f"{study.name}-{outcome.item.name}-{number}"
-            title = f"{section.title} ({study.name})" if several else section.title
+            apart = several and outcome.item.about_data
+            title = f"{section.title} ({study.name})" if apart else section.title
             sections[name] = replace(section, title=title, summary=summary)
     values: Mapping[str, Any] = {
         "kind": "reproduction",
@@ -154,10 +155,14 @@ def page(scale: str, found: Sequence[Outcome], command: str) -> str:
 def _summary(outcome: Outcome) -> tuple[tuple[str, str], ...]:
     return (
         ("The paper", outcome.item.claim),
-        (f"Found on {outcome.job.study.title}", str(outcome.shown.verdict)),
+        (_where(outcome), str(outcome.shown.verdict)),
         *((name, str(verdict)) for name, verdict in outcome.shown.more.items()),
         ("Rule", outcome.item.rule),
     )
+
+
+def _where(outcome: Outcome) -> str:
+    return f"Found on {outcome.job.study.title}" if outcome.item.about_data else "Found"
 
 
 def words(found: Sequence[Outcome]) -> str:

@@ -23,11 +23,17 @@ _FAR = 3.0
 
 @dataclass(frozen=True)
 class Picture:
-    """A figure: title and note as plain text, the drawing as SVG text."""
+    """A figure: title and note as plain text, the drawing as SVG text.
+
+    Where it stands alone, as a file, ``keys`` explain its marks and lines, and ``colours`` are the
+    words at both ends of the colour scale of a map of correlations.
+    """
 
     title: str
     svg: str
     note: str = ""
+    keys: tuple[tuple[str, Style], ...] = ()
+    colours: tuple[str, str] | None = None
 
 
 @dataclass(frozen=True)
@@ -62,6 +68,7 @@ def curve(
     zoom: bool = False,
     note: str = "",
     values: tuple[str, Sequence[str]] | None = None,
+    belt: tuple[float, float] | None = None,
 ) -> Picture:
     """A quantity over the rounds: a line per method, a band of ± one deviation over seeds.
 
@@ -76,6 +83,7 @@ def curve(
             end close together can be told apart; what lies outside is cut off.
         note: Text beneath the figure.
         values: Instead of rounds: what the horizontal axis shows, and the names of 1, 2, ….
+        belt: Values between which it is grey, to compare with.
     """
     scale = 100.0 if percent else 1.0
     drawn = [(s.style, s.points(scale)) for s in series if any(s.curves)]
@@ -84,6 +92,8 @@ def curve(
     bottom = height - 36
     fitted = [points for style, points in drawn if style != svg.CENTRAL] or [p for _, p in drawn]
     low, high = _extent(fitted, zoom_start(rounds) if zoom else 1)
+    if belt is not None:
+        low, high = min(low, scale * belt[0]), max(high, scale * belt[1])
     flat = percent and high - low < 1
     if flat:  # a span of noise should not look like a difference
         low, high = low - 0.5, high + 0.5
@@ -126,6 +136,12 @@ def curve(
         y = bottom - 8 - 12 * i if value < low else top + 2 + 12 * (len(outside) - 1 - i)
         drawing.text(right - 2, y, text, **edge)
     window = drawing.inside(left, top - 6, right - left, bottom - top + 6)
+    if belt is not None:
+        below, above = (up(scale * value) for value in belt)
+        corners = [(left, below), (right, below), (right, above), (left, above)]
+        window.area(corners, svg.MUTED, 0.1)
+        for y in (below, above):
+            window.line([(left, y), (right, y)], svg.MUTED, 0.8, "4,2")
     for style, points in sorted(drawn, key=lambda d: bool(d[0].outline)):
         places = [(across(r), up(mean)) for r, mean, _ in points]
         if style.outline and any(deviation for *_, deviation in points):
@@ -140,7 +156,8 @@ def curve(
         final, mean, _ = drawn[0][1][-1]
         drawing.text(across(final) + 7, up(mean), last)
     over = "rounds" if values is None else values[0]
-    return Picture(title, drawing.svg(f"{title} over {over}"), note)
+    keys = tuple((s.name, s.style) for s in series) if len(series) > 1 else ()
+    return Picture(title, drawing.svg(f"{title} over {over}"), note, keys)
 
 
 def zoom_start(rounds: int) -> int:
@@ -247,6 +264,7 @@ def dots(
     spacing: float = 15,
     whole: bool = False,
     note: str = "",
+    keys: tuple[tuple[str, Style], ...] = (),
 ) -> Picture:
     """Named rows with dots on one axis; what lies far outside is shown at the edge, in figures.
 
@@ -292,7 +310,7 @@ def dots(
                 text = f"◂ {svg.plain(value, 3)}" if below else f"{svg.plain(value, 3)} ▸"
                 place = (left + 2, "start") if below else (svg.WIDTH - 14, "end")
                 drawing.text(place[0], y, text, size=9, colour=style.colour, anchor=place[1])
-    return Picture(title, drawing.svg(title), note)
+    return Picture(title, drawing.svg(title), note, keys)
 
 
 def span(values: Sequence[float], least: float) -> tuple[float, float]:

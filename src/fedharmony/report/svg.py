@@ -246,14 +246,16 @@ class Drawing:
         self._parts.append(part)
         return part
 
-    def _body(self) -> str:
+    @property
+    def body(self) -> str:
+        """Everything drawn so far, without the frame."""
         return "\n".join(str(part) for part in self._parts)
 
     def svg(self, description: str) -> str:
         """The whole as an element for an HTML page."""
         spoken = html.escape(printable(description))
         box = f"0 0 {_number(WIDTH)} {_number(self.height)}"
-        return f'<svg viewBox="{box}" role="img" aria-label="{spoken}">{self._body()}</svg>'
+        return f'<svg viewBox="{box}" role="img" aria-label="{spoken}">{self.body}</svg>'
 
 
 def _encoded(pixels: Pixels, kind: str, **options: int) -> str:
@@ -273,7 +275,7 @@ class _Window(Drawing):
     def __str__(self) -> str:
         left, top, width, height = self._box
         place = f'x="{left}" y="{top}" width="{width}" height="{height}"'
-        return f'<svg {place} viewBox="{" ".join(self._box)}">{self._body()}</svg>'
+        return f'<svg {place} viewBox="{" ".join(self._box)}">{self.body}</svg>'
 
 
 # -------------------------------------------------------------------------------- heat maps

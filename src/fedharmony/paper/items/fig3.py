@@ -22,6 +22,7 @@ class Fig3(Item):
     """Images, and what each method says of them."""
 
     place = 70
+    shows_images = True
     title = "Fig. 3: images and predictions"
     claim = (
         "FedAvg often gives labels that are not there or misses some that are; FedHarmony gives "

@@ -15,16 +15,19 @@ from fedharmony.experiments.run import start
 from fedharmony.experiments.settings import compose
 from fedharmony.paper.item import BASE, OURS, Bench, Found, Item, Measured, Shown, items, mean
 from fedharmony.paper.lines import lines_over
-from fedharmony.paper.published import NAMES
+from fedharmony.paper.published import LOOKS, NAMES
 from fedharmony.paper.scale import CROWDS, Part, Study
 from fedharmony.paper.verdict import decide
-from fedharmony.report.charts import Row, dots
+from fedharmony.report.charts import Picture, Row, dots
 from fedharmony.report.grid import Grid, spread
-from fedharmony.report.panel import Section, count, styles
+from fedharmony.report.panel import Section, count
 from fedharmony.report.svg import style
 from fedharmony.server.sampling import cohort_size
 
 METHODS = (BASE, OURS)
+KEYS = tuple((NAMES[method], LOOKS[method]) for method in METHODS)
+#: Points by which the paper's values vary at most, as its text has it.
+PRINTED = 2.0
 #: What the text of the paper speaks of.
 METRICS = ("mAP", "OR", "OF1")
 #: Rounds of the runs whose memory is measured.
@@ -88,15 +91,13 @@ class Fig5(Item):
     def show(self, found: Found) -> Shown:
         """Two sections: participation, and number of clients."""
         share, crowd = self.by_share(found.study), self.by_crowd(found.study)
-        looks = styles(found.runs(next(iter(share.values()))))
-        keys = tuple(looks.items())
         first = Section(
             self.title,
             "(a, b) Share of the clients that train in a round. Lines are means over seeds, bands "
             "± one standard deviation. The paper's figure has no numbers; its text says 1 to 2 "
             "points of variation.",
-            tuple(lines_over(found, "participation", share, METHODS, k, looks) for k in METRICS),
-            keys,
+            _lines(found, "participation", share),
+            KEYS,
             grids=(_grid(found, share, "participation"),),
         )
         sections = [first]
@@ -106,16 +107,15 @@ class Fig5(Item):
             ranges |= {f"{k} over clients": _range(found, crowd, k) for k in ("OR", "OF1")}
         points = [*share.values(), *crowd.values()]
         learnt = min(mean(found.values(part, OURS, "OF1")) for part in points) > 10
-        steady = max(ranges.values()) <= 2
+        steady = max(ranges.values()) <= PRINTED
         told = ", ".join(f"{name} {value:.1f}" for name, value in ranges.items())
         why = f"FedHarmony's ranges, in points: {told}."
         verdict = decide(learnt and steady, not steady, why, self.rule)
         return Shown(tuple(sections), verdict)
 
     def _crowds(self, found: Found, crowd: Mapping[str, Part]) -> Section:
-        looks = styles(found.runs(next(iter(crowd.values()))))
         memory = {
-            f"memory, MB: {words}": {n: float(mb) for n, mb in found.measured[key].items()}
+            words: {n: float(mb) for n, mb in found.measured[key].items()}
             for key, words in MEMORY.items()
             if key in found.measured
         }
@@ -126,18 +126,19 @@ class Fig5(Item):
         top = 1.1 * max(value for values in memory.values() for value in values.values())
         note = (
             f"Of a process that trains {ROUNDS} rounds of FedHarmony, everything included. It "
-            "holds the models of a round's cohort. Blue: the same share of the clients takes part, "
-            "so that the cohort grows; orange: as many as of 1,000."
+            "holds the models of a round's cohort: the same share of more clients is a larger "
+            "cohort, the same cohort is that of 1,000 clients. The paper says nothing of memory."
         )
-        picture = dots("Largest memory, MB", rows, ends=(0.0, top), spacing=22, note=note)
-        pictures = [lines_over(found, "clients", crowd, METHODS, k, looks) for k in METRICS]
+        keys = tuple((words, style(i)) for i, words in enumerate(memory))
+        title = "Largest memory, MB, by the number of clients"
+        picture = dots(title, rows, ends=(0.0, top), spacing=22, note=note, keys=keys)
         return Section(
             "Fig. 5 (c, d): number of clients",
             "The same training images on more clients; the same share of the clients, and so of "
             "the images, trains in a round. Fewer images per client are fewer local steps a round: "
             "FedAvg stands beside. The paper's text: OR and OF1 vary by 1 to 2 points.",
-            (*pictures, picture),
-            tuple(looks.items()),
+            (*_lines(found, "clients", crowd), picture),
+            KEYS,
             grids=(_grid(found, crowd, "clients", memory),),
         )
 
@@ -148,7 +149,10 @@ def _grid(
     axis: str,
     memory: Mapping[str, Mapping[str, float]] | None = None,
 ) -> Grid:
-    extra = {title: [f"{mb[n]:,.0f}" for n in parts] for title, mb in (memory or {}).items()}
+    extra = {
+        f"memory, MB: {words}": [f"{mb[n]:,.0f}" for n in parts]
+        for words, mb in (memory or {}).items()
+    }
     rows = []
     for i, (name, part) in enumerate(parts.items()):
         cells = [spread(found.values(part, method, k)) for method in METHODS for k in METRICS]
@@ -163,6 +167,17 @@ def _grid(
         tuple(rows),
         f"{count(next(iter(parts.values())).seeds, 'seed')}.",
     )
+
+
+def _lines(found: Found, axis: str, parts: Mapping[str, Part]) -> tuple[Picture, ...]:
+    """The metrics over the points, with as wide a belt as the paper's values have, around ours."""
+    pictures = []
+    for metric in METRICS:
+        middle = mean([mean(found.values(part, OURS, metric)) for part in parts.values()])
+        words = f"{PRINTED:g} points, as far as the paper's values lie apart at most"
+        belt = middle - PRINTED / 2, middle + PRINTED / 2, words
+        pictures.append(lines_over(found, axis, parts, METHODS, metric, belt))
+    return tuple(pictures)
 
 
 def _range(found: Found, parts: Mapping[str, Part], metric: str, method: str = OURS) -> float:

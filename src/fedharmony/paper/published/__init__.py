@@ -11,6 +11,8 @@ from collections.abc import Mapping
 from functools import cache
 from importlib import resources
 
+from fedharmony.report.svg import Style, style
+
 #: Methods as this package and as the paper calls them, in the paper's order.
 NAMES: Mapping[str, str] = {
     "fedavg": "FedAvg",
@@ -22,6 +24,9 @@ NAMES: Mapping[str, str] = {
     "fedrdn": "FedRDN",
     "fedharmony": "FedHarmony",
 }
+
+#: How the methods are drawn, in whatever figure.
+LOOKS: Mapping[str, Style] = {name: style(place) for place, name in enumerate(NAMES)}
 
 
 @cache

@@ -147,9 +147,12 @@ def correlation_map(
             if middle >= free:
                 drawing.text(left - 4, middle, str(i + 1), colour=svg.MUTED, anchor="end")
                 free = middle + svg.FONT
+    words = f"+{limit:.1f}; hatched: unknown"
     if size <= MOST_VALUES:
         _write_values(drawing, ordered, left, step)
-    return Picture(title, drawing.svg(f"Heat map: {title}"), note)
+        words = f"{words}; cells: hundredths"
+    described = drawing.svg(f"Heat map: {title}")
+    return Picture(title, described, note, colours=(f"−{limit:.1f}", words))
 
 
 def _write_values(drawing: Drawing, ordered: Array, left: float, step: float) -> None:
