@@ -29,7 +29,7 @@ from fedharmony.report import svg, words
 from fedharmony.report.charts import Picture, Row, Series, curve, dots, span
 from fedharmony.report.load import Runs, RunView, load, load_run
 from fedharmony.report.order import LabelOrder, cluster_order, spectral_order
-from fedharmony.report.page import write_report
+from fedharmony.report.page import render, write_report
 from fedharmony.report.panel import Panel, Section, panels, styles
 from fedharmony.report.panels import aggregation
 from fedharmony.report.panels.aggregation import (
@@ -561,6 +561,21 @@ def test_a_figure_that_stands_alone_says_what_it_shows() -> None:
     assert inner.count(svg.style(1).outline) + 1 == text.count(svg.style(1).outline)
     alone = curve("mAP, %", series[:1], rounds=2)
     assert alone.keys == ()  # one line needs no legend
+
+
+def test_a_figure_brings_a_legend_where_the_section_has_none() -> None:
+    series = [Series(n, svg.style(i), ({1: 0.1, 2: 0.2},)) for i, n in enumerate("ab")]
+    picture = curve("mAP", series, rounds=2)
+    kind = {"kind": "x", "title": "", "headline": "", "table": None, "version": ""}
+    empty = {k: [] for k in ("facts", "notices", "tiles", "glance", "rules", "options", "settings")}
+    more = {k: [] for k in ("environment", "commands", "files")} | {"table_keys": {}}
+    failures = {"failures": {"summary": "", "rows": [], "left_out": 0}, "crowned": False}
+    for keys, legends in ((picture.keys, 1), ((), 1), (picture.keys[:1], 2)):
+        section = Section("A", "", (picture,), keys)
+        text = render({**kind, **empty, **more, **failures, "sections": {"a": section}})
+        assert text.count('<ul class="legend">') == legends
+        own = re.search(r'</figcaption>\s*<ul class="legend">', text)
+        assert (own is not None) == (keys != picture.keys)
 
 
 def test_a_map_that_stands_alone_has_its_colours_explained() -> None:

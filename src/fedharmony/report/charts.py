@@ -25,8 +25,8 @@ _FAR = 3.0
 class Picture:
     """A figure: title and note as plain text, the drawing as SVG text.
 
-    Where it stands alone, as a file, ``keys`` explain its marks and lines, and ``colours`` are the
-    words at both ends of the colour scale of a map of correlations.
+    ``keys`` explain its marks and lines where the section's legend does not, or where it stands
+    alone, as a file; ``colours`` are the words at the ends of a map's colour scale in a file.
     """
 
     title: str

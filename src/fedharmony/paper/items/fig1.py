@@ -17,7 +17,7 @@ from fedharmony.report.charts import Picture
 from fedharmony.report.grid import Grid
 from fedharmony.report.load import RunView, number
 from fedharmony.report.order import LabelOrder, spectral_order
-from fedharmony.report.panel import Section
+from fedharmony.report.panel import Section, count
 from fedharmony.report.panels.correlation import common_limit, correlation_map, off_diagonal
 from fedharmony.report.svg import Array
 from fedharmony.types import Index, Labels
@@ -82,7 +82,9 @@ class Fig1(Item):
         order = LabelOrder(spectral_order(np.nan_to_num(whole)))
         maps = [("All clients together", whole)]
         for client, matrix in known["drawn"].items():
-            maps.append((f"Client {client}: {int(sizes[int(client)]):,} images", _matrix(matrix)))
+            maps.append(
+                (f"Client {client}: {count(int(sizes[int(client)]), 'image')}", _matrix(matrix))
+            )
         limit = common_limit([values for _, values in maps])
         pictures = [
             correlation_map(title, values, order, known["labels"], limit) for title, values in maps

@@ -7,7 +7,7 @@ from dataclasses import replace
 
 from fedharmony.experiments.scores import load_scores
 from fedharmony.paper.item import BASE, OURS, Found, Item, Shown, items
-from fedharmony.paper.published import NAMES
+from fedharmony.paper.published import LOOKS, NAMES
 from fedharmony.paper.scale import Part, Study
 from fedharmony.paper.verdict import Gap, decide
 from fedharmony.report.grid import Grid, spread
@@ -58,9 +58,8 @@ class Fig3(Item):
         )
         drawn = ExampleImages().draw(found.runs(part))
         lead = "No image was kept." if drawn is None else drawn.lead
-        order = f"Below the image, from top to bottom: {', '.join(NAMES.values())}."
-        pictures = () if drawn is None else tuple(replace(p, note=order) for p in drawn.pictures)
-        keys = () if drawn is None else drawn.keys
+        keys = () if drawn is None else tuple((NAMES[m], LOOKS[m]) for m in part.methods)
+        pictures = () if drawn is None else tuple(replace(p, keys=keys) for p in drawn.pictures)
         why = (
             f"per 100 test images FedHarmony and FedAvg differ by {wrong} wrong and {missed} "
             "missed labels."

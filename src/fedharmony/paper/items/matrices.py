@@ -11,14 +11,14 @@ import torch
 
 from fedharmony.clusters import cluster_agreement, default_groups, spectral_clusters
 from fedharmony.paper.item import BASE, OURS, Found, Item, Shown, items, mean
-from fedharmony.paper.published import NAMES
+from fedharmony.paper.published import LOOKS, NAMES
 from fedharmony.paper.scale import Part, Study
 from fedharmony.paper.verdict import Gap, Verdict, decide
 from fedharmony.report.charts import Row, dots
 from fedharmony.report.grid import Grid, spread
 from fedharmony.report.load import RunView
 from fedharmony.report.order import LabelOrder, cluster_order
-from fedharmony.report.panel import Section, styles
+from fedharmony.report.panel import Section
 from fedharmony.report.panels.correlation import common_limit, correlation_map, off_diagonal
 from fedharmony.report.svg import Array
 
@@ -201,9 +201,8 @@ class Fig4(Item):
             f"Over {part.seeds} seeds, all pairs of labels. Mean |φ| of the truth: {size:.3f}. "
             "Soft correlations are correlation times confidence: timid scores shrink them.",
         )
-        looks = styles(runs)
         dotted = [
-            Row(NAMES[m], ((looks[m], mean(values["soft_pearson"])),))
+            Row(NAMES[m], ((LOOKS[m], mean(values["soft_pearson"])),))
             for m, values in numbers.items()
         ]
         maps.append(dots("Pearson r with the truth", dotted, least=0.05, spacing=20))

@@ -7,13 +7,13 @@ from dataclasses import replace
 
 from fedharmony.metrics import METRIC_NAMES
 from fedharmony.paper.item import BASE, OURS, Found, Item, Shown, items, mean
-from fedharmony.paper.published import NAMES, row, rows
+from fedharmony.paper.published import LOOKS, NAMES, row, rows
 from fedharmony.paper.scale import Part, Study
 from fedharmony.paper.verdict import Verdict, decide
 from fedharmony.report import svg
 from fedharmony.report.charts import Picture, Row, dots
 from fedharmony.report.grid import Grid, signed, spread
-from fedharmony.report.panel import Section, count, styles
+from fedharmony.report.panel import Section, count
 
 #: The paper's data sets, in its order.
 DATA = ("FLAIR", "COCO-80", "VOC2007")
@@ -61,7 +61,6 @@ class Table1(Item):
             "In brackets: ours − the paper's (Table 1). Other data have other levels: compare "
             "differences between methods.",
         )
-        runs = found.runs(part)
         lead = (
             "What each method gains over FedAvg in mAP: levels depend on the data, gains are the "
             "claim. Grey marks are the paper's three data sets."
@@ -69,7 +68,7 @@ class Table1(Item):
         section = Section(
             self.title, lead, (_gains(found, part),), grids=(table, compared, _gain_table(ours))
         )
-        return Shown((replace(section, keys=tuple(styles(runs).items())),), verdict(found, part))
+        return Shown((section,), verdict(found, part))
 
 
 def _beside(method: str, ours: Mapping[str, Sequence[float]], data: str) -> tuple[str, ...]:
@@ -101,7 +100,7 @@ def _gain_table(ours: Mapping[str, Mapping[str, Sequence[float]]]) -> Grid:
 
 
 def _gains(found: Found, part: Part) -> Picture:
-    looks, grey = styles(found.runs(part)), replace(svg.style(3), colour=svg.MUTED, dashes="")
+    grey = replace(svg.style(3), colour=svg.MUTED, dashes="")
     others = [m for m in part.methods if m != BASE]
     gaps = {m: found.gap(part, m, BASE, "mAP") for m in others}
     means = [gap.mean for gap in gaps.values()]
@@ -112,7 +111,7 @@ def _gains(found: Found, part: Part) -> Picture:
         outside += [f"{NAMES[method]} {signed(v)} ({d})" for d, v in printed.items() if v < ends[0]]
         paper = tuple((grey, value) for value in printed.values() if value >= ends[0])
         interval = (gap.low, gap.high) if gap.count > 1 else None
-        lines.append(Row(NAMES[method], ((looks[method], gap.mean), *paper), interval=interval))
+        lines.append(Row(NAMES[method], ((LOOKS[method], gap.mean), *paper), interval=interval))
     note = "Lines: 95 % interval of ours over seeds. Grey: the paper's three data sets"
     note += f"; outside: {', '.join(outside)}." if outside else "."
     title = "mAP gained over FedAvg, points"
