@@ -110,3 +110,17 @@ def test_the_demo_gives_way_to_other_components(tmp_path: Path) -> None:
     assert net.model.own.architecture == "resnet10t"
     own = ["data.name=table", f"data.path={tmp_path}", "data.table=labels.csv"]
     assert load_settings("demo", [*own, "split.name=natural"]).data.own.table == "labels.csv"
+
+
+def test_a_built_in_config_is_meant_whatever_lies_here_by_its_name(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """A folder with the data, as in ``run coco data.path=coco``, or a file; ./demo is that file."""
+    monkeypatch.chdir(tmp_path)
+    meant = {name: load_settings(name) for name in ("demo", "coco")}
+    (tmp_path / "coco").mkdir()
+    (tmp_path / "demo").write_text("[run]\nrounds = 7\n")
+    for name, settings in meant.items():
+        assert load_settings(name) == settings
+    assert load_settings("./demo").run.rounds == 7
+    assert load_settings("demo", ["coco"]).data.common.name == "coco"

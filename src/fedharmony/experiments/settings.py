@@ -607,14 +607,13 @@ def _is_file(change: str) -> bool:
 
 
 def _read(source: str | Path) -> Tree:
-    path, known = Path(source), built_in_configs()
-    if not is_there(path):
-        if path.suffix != ".toml" and str(source) not in known:
-            raise ConfigError(
-                f"There is neither a file nor a built-in config {shown(str(source))}. "
-                f"{nearest(str(source), known)}"
-            )
-        path = known.get(str(source), path)
+    known = built_in_configs()
+    path = known.get(str(source), Path(source))  # whatever lies here by the name of a built-in one
+    if path.suffix != ".toml" and not is_there(path):
+        raise ConfigError(
+            f"There is neither a file nor a built-in config {shown(str(source))}. "
+            f"{nearest(str(source), known)}"
+        )
     tree = read_toml(path)
     run = tree.get("run")
     if isinstance(run, dict) and isinstance(run.get("plugins"), list):
