@@ -25,9 +25,9 @@ from fedharmony.metrics import METRIC_NAMES
 from fedharmony.paper import output, page, plan
 from fedharmony.paper import scale as scales
 from fedharmony.paper.item import Found, Item, all_items, items
+from fedharmony.paper.items import fig5
 from fedharmony.paper.items.fig1 import correlations, most_frequent, qualities
 from fedharmony.paper.items.fig3 import errors
-from fedharmony.paper.items.fig5 import MEMORY
 from fedharmony.paper.items.table2 import matrix_form, pair_loop
 from fedharmony.paper.items.tables34 import exact_p, printed_differences, signed_ranks
 from fedharmony.paper.published import NAMES, row, rows
@@ -283,7 +283,7 @@ def fill(home: Path) -> plan.Job:
             "whole": square,
             "drawn": {"0": square, "19": [[None] * 4] * 4},
         },
-        "fig5": {k: {f"{n:,}": 900.0 for n in scales.CROWDS} for k in MEMORY},
+        "fig5": {k: {f"{n:,}": 900.0 for n in scales.CROWDS} for k in fig5.MEMORY},
         "table2": {
             "kind": "seconds",
             "machine": "abacus",
@@ -645,6 +645,34 @@ def test_devices_of_several_runs_are_checked_first(tmp_path: Path, tiny: Scale) 
     both = "names 2 devices for --jobs 1"
     assert both in refuse(tmp_path, *command, "cpu,cpu:0", "--jobs", "1")
     assert not (tmp_path / "out").exists()
+
+
+def test_all_items_in_one_go_and_nothing_the_second_time(
+    tmp_path: Path, tiny: Scale, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Every item trains, measures and is shown, from 19 tiny runs; memory is made up here.
+
+    Base: eight methods, A, A+B. Another γ: three; another share: two; two numbers of clients: four.
+    """
+    study = replace(
+        *tiny.studies,
+        changes=(*TINY, "split.name=pivot_dirichlet", "split.gamma=1.0", "model.width=20"),
+        **{"gamma": "1.0", "gammas": ("0.25", "1.0"), "share": "1.0", "shares": ("0.5", "1.0")},
+        **{"crowd": ((), 1.0), "seeds": 1},
+    )
+    scale = replace(tiny, studies=(study,), pairs=(5,))
+    monkeypatch.setattr(scales, "SCALES", {"demo": scale})
+    monkeypatch.setattr(fig5, "CROWDS", (4, 5))
+    monkeypatch.setattr(fig5, "peak_memory", lambda bench, part, *more: 1.0)
+    command = ["reproduce", "all", "--out", "out"]
+    shown = succeed(tmp_path, *command)
+    assert "19 runs in all, 0 finished." in shown
+    for item in all_items():
+        assert item.title in shown
+        assert (tmp_path / "out/digits" / item.name / "table.csv").is_file()
+    files = {p: p.stat().st_mtime_ns for p in tmp_path.rglob("*") if p.is_file()}
+    assert "19 runs in all, 19 finished." in succeed(tmp_path, *command)
+    assert {p: p.stat().st_mtime_ns for p in tmp_path.rglob("*") if p.is_file()} == files
 
 
 def test_measuring(tmp_path: Path, tiny: Scale) -> None:
