@@ -16,6 +16,7 @@ import pytest
 import torch
 
 from fake_run import write_fake_run
+from fedharmony import cli_paper
 from fedharmony.correlation import pair_mask
 from fedharmony.errors import CheckpointError, ConfigError, DataError
 from fedharmony.experiments import run as runs
@@ -34,7 +35,7 @@ from fedharmony.paper.published import NAMES, row, rows
 from fedharmony.paper.scale import DEMO, PAPER, SCALES, Scale, Study
 from fedharmony.paper.verdict import Gap, decide
 from fedharmony.report.load import RunView, load_run
-from test_cli import refuse, succeed
+from test_cli import call, refuse, succeed
 
 ROOT = Path(__file__).parents[1]
 SHARED = os.environ.get("FEDHARMONY_SHARED", Path(__file__).parents[2] / "shared")
@@ -548,7 +549,11 @@ def test_what_was_asked_is_run_once(
 
     with monkeypatch.context() as patch:
         patch.setattr(runs, "_rounds", stop)
-        assert "The power went out" in refuse(tmp_path, *command, "--quiet")
+        code, out, err = call(tmp_path, *command, "--quiet")
+    assert code == 2
+    assert "1 run failed; all others are done." in err
+    assert "The power went out" in err
+    assert "Theorem 2" in out  # what can be shown is shown
     folder = tmp_path / "out/digits/runs/base/fedavg/seed-0"
     assert (folder / "config.toml").is_file()
     assert not (folder / "results.json").exists()
@@ -673,6 +678,97 @@ def test_all_items_in_one_go_and_nothing_the_second_time(
     files = {p: p.stat().st_mtime_ns for p in tmp_path.rglob("*") if p.is_file()}
     assert "19 runs in all, 19 finished." in succeed(tmp_path, *command)
     assert {p: p.stat().st_mtime_ns for p in tmp_path.rglob("*") if p.is_file()} == files
+
+
+def test_runs_of_different_data_do_not_stand_in_one_table(tmp_path: Path, tiny: Scale) -> None:
+    """Two finished ones, and a finished one beside another that is to be trained."""
+    made = plan.Job(tiny, tiny.studies[0], tmp_path / "out/digits")
+    succeed(tmp_path, "reproduce", "fig2", "--out", "out", "--quiet")
+    (place,) = made.places(named("fig2"))
+    file = place.run.folder["results.json"]
+    results = json.loads(file.read_text())
+    results["bound"]["training labels"] = "another hash"
+    file.write_text(json.dumps(results))
+    said = refuse(tmp_path, "reproduce", "table5", "--out", "out", "--quiet", "--seeds", "1")
+    assert "digits base: The run in" in said
+    assert "made of other data. Changed since: training labels" in said
+    other = made.places(named("table5"))[1].run.folder
+    other.path.mkdir(parents=True)
+    for name in ("config.toml", "results.json", "matrices.safetensors"):
+        (other.path / name).write_bytes((place.run.folder.path / name).read_bytes())
+    results["bound"]["training labels"] = "a third one"
+    (other.path / "results.json").write_text(json.dumps(results))
+    places = [place, replace(place, run=replace(place.run, folder=other))]
+    with pytest.raises(CheckpointError, match=r"different data \(training labels\), and cannot"):
+        plan.refuse_other_runs(places)
+
+
+def test_what_is_damaged_is_named_and_all_others_are_shown(tmp_path: Path, tiny: Scale) -> None:
+    command = ["reproduce", "fig2", "--out", "out"]
+    succeed(tmp_path, *command, "--quiet")
+    folder = tmp_path / "out/digits/runs/base/fedavg/seed-0"
+    (folder / "matrices.safetensors").write_bytes(b"no such file")
+    shown = call(tmp_path, "reproduce", "theorem1", "--out", "out")
+    assert shown[0] == 0
+    assert "Theorem 1" in shown[1]
+    assert "Fig. 2: label correlations are sparse and in blocks is not shown" in shown[2]
+    assert "damaged" in succeed(tmp_path, "reproduce", "--out", "out")
+    assert call(tmp_path, *command)[0] == 2
+
+
+def test_a_folder_of_another_scale_is_left_alone(tmp_path: Path, tiny: Scale) -> None:
+    succeed(tmp_path, "reproduce", "theorem1", "--out", "out")
+    before = (tmp_path / "out/results.json").read_bytes()
+    scales.SCALES["paper"] = replace(tiny, name="paper")  # type: ignore[index]
+    said = refuse(tmp_path, "reproduce", "theorem1", "--scale", "paper", "--out", "out")
+    assert "holds a reproduction at scale 'demo'" in said
+    assert (tmp_path / "out/results.json").read_bytes() == before
+
+
+def test_the_list_says_what_is_there(tmp_path: Path, tiny: Scale) -> None:
+    """Theorems count as done when they were gone through; algorithm1 has one seed of three."""
+    assert "done" not in succeed(tmp_path, "reproduce", "--out", "out")
+    succeed(tmp_path, "reproduce", "algorithm1", "theorem1", "--seeds", "1", "--out", "out", "-q")
+    rows = succeed(tmp_path, "reproduce", "--out", "out")
+    assert rows.count("1 of 3 seeds") == 1
+    assert rows.count("done") >= 1
+
+
+def test_paths_may_hold_any_letter(tmp_path: Path) -> None:
+    place = tmp_path / 'it\'s "here"'
+    place.mkdir()
+    (job, *_) = cli_paper._jobs(PAPER, tmp_path, [f"voc2007={place}"], place / "w.safetensors")
+    (run, *_) = job.places(named("fig2"))
+    tree = run.run.settings.tree()
+    assert tree["data"]["path"] == str(place)
+    assert tree["model"]["weights"] == str(place / "w.safetensors")
+
+
+def test_one_large_cluster_is_no_block_structure(shown: dict[str, output.Outcome]) -> None:
+    """All labels in one: it holds all strong pairs, and as many of the others."""
+    outcome = shown["algorithm1"]
+    views = {
+        key: replace(run, matrices={**run.matrices, "clusters": 0 * run.matrices["clusters"]})
+        for key, run in outcome.found.folders.items()
+    }
+    verdict = outcome.item.show(replace(outcome.found, folders=views)).verdict
+    assert "100% to 100%" in verdict.why
+    assert verdict.word == "not reproduced"
+
+
+def test_clients_without_known_correlations_decide_nothing(
+    shown: dict[str, output.Outcome],
+) -> None:
+    outcome = shown["fig1"]
+    measured = {**outcome.found.measured, "drift": None, "floor": None}
+    found = outcome.item.show(replace(outcome.found, measured=measured))
+    assert found.verdict.word == "cannot be decided"
+    assert "nan" not in found.verdict.why
+
+
+def test_fedlgt_is_said_to_have_random_text(shown: dict[str, output.Outcome]) -> None:
+    for name in ("table1", "fig3", "fig4"):
+        assert any("fedlgt-randtext" in grid.note for grid in shown[name].shown.grids)
 
 
 def test_measuring(tmp_path: Path, tiny: Scale) -> None:

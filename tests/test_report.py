@@ -578,6 +578,13 @@ def test_a_figure_brings_a_legend_where_the_section_has_none() -> None:
         assert (own is not None) == (keys != picture.keys)
 
 
+def test_an_interval_that_goes_on_outside_is_marked() -> None:
+    rows = [Row("a", ((svg.style(0), 1.0),), interval=(-9.0, 2.0))]
+    assert "◂" in dots("x", rows, ends=(-5.0, 5.0)).svg
+    assert "▸" not in dots("x", rows, ends=(-5.0, 5.0)).svg
+    assert "◂" not in dots("x", rows, ends=(-10.0, 5.0)).svg
+
+
 def test_a_map_that_stands_alone_has_its_colours_explained() -> None:
     order = LabelOrder(np.arange(2))
     matrix = off_diagonal(np.array([[0.0, 0.34], [0.34, 0.0]]), None)

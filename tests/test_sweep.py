@@ -169,3 +169,9 @@ def test_damaged_index(tmp_path: Path, text: str) -> None:
         load_sweep(tmp_path)
     with pytest.raises(CheckpointError, match="no folder of a sweep"):
         load_sweep(tmp_path / "nowhere")
+
+
+@pytest.mark.parametrize("change", ["run.method=fedavg,fedprox", "run.seed=0,1", "model.seed=0,1"])
+def test_what_options_choose_is_not_swept(change: str) -> None:
+    with pytest.raises(ConfigError, match="is chosen with --"):
+        split_changes([change])

@@ -14,7 +14,7 @@ import typer
 from rich.progress import BarColumn, MofNCompleteColumn, TextColumn, TimeRemainingColumn
 from rich.progress import Progress as Bar
 
-from fedharmony.config import built_in_configs
+from fedharmony.config import built_in_configs, in_toml
 from fedharmony.errors import ConfigError, shown
 from fedharmony.reading import fault_of
 from fedharmony.registry import load_plugins
@@ -184,8 +184,7 @@ def changes_of(
         changes.append(f'engine.device="{device}"')
     if plugins:
         load_plugins(plugins)
-        files = ", ".join(f"'{path.resolve()}'" for path in plugins)
-        changes.append(f"run.plugins=[{files}]")
+        changes.append(f"run.plugins={in_toml([str(path.resolve()) for path in plugins])}")
     return changes
 
 

@@ -19,8 +19,8 @@ from rich.text import Text
 from fedharmony.cli_crowd import crowd_of, progress_of, workers_of
 from fedharmony.cli_guard import repeatable
 from fedharmony.cli_options import Devices, Jobs, Quiet, changes_of, usable
-from fedharmony.config import machine_memory
-from fedharmony.errors import ConfigError, RunsFailedError
+from fedharmony.config import in_toml, machine_memory
+from fedharmony.errors import ConfigError, FedHarmonyError, RunsFailedError
 from fedharmony.experiments.crowd import ALONE, Crowd
 from fedharmony.report.progress import Observer, duration
 from fedharmony.terminal import console, say
@@ -95,10 +95,10 @@ def _jobs(
     from fedharmony.paper.plan import Job, paths_of
 
     paths = paths_of(scale, data or ())
-    common = [] if weights is None else [f"model.weights='{weights.resolve()}'"]
+    common = [] if weights is None else [f"model.weights={in_toml(str(weights.resolve()))}"]
     found = []
     for study in scale.studies:
-        own = [f"data.path='{paths[study.name]}'"] if study.name in paths else []
+        own = [f"data.path={in_toml(paths[study.name])}"] if study.name in paths else []
         changes = changes_of([*own, *common], crowd.device)
         found.append(Job(scale, study, home / study.name, tuple(changes), crowd))
     return found
@@ -120,14 +120,34 @@ def _list(every: Sequence[Item], scale: Scale, home: Path) -> None:
         times = [
             f"{job.study.name}: {duration(seconds(item, job.study, scale))}" for job in studies
         ]
-        done = ["done" if job.found(item) is not None else "–" for job in studies]
+        done = [_state(job, item) for job in studies]
         table.add_row(Text(item.name, "bold"), item.claim, "\n".join(times), "\n".join(done))
     screen = console()
     screen.print(table)
-    screen.print(f"Scale {scale.name}, in {home}. Times: of each item alone, on {scale.machine}.")
+    times_of = f"of each item alone, on {scale.machine} with --jobs {scale.jobs}"
+    screen.print(f"Scale {scale.name}, in {home}. Times: {times_of}.")
     for one in SCALES.values():
         needs = [f"--data {s.name}=PATH ({s.needs})" for s in one.studies if s.needs]
         screen.print(f"--scale {one.name}: {', '.join(needs) or 'no data'}.")
+
+
+def _state(job: Job, item: Item) -> str:
+    """Whether an item is shown in the folder: with all seeds, with some, or not."""
+    if not (job.home / item.name / "table.md").is_file():
+        return "–"
+    try:
+        found = job.found_so_far(item)
+    except FedHarmonyError:
+        return "damaged"
+    seeds = {seed for _, _, seed in found.folders} if found is not None else set()
+    wanted = max((part.seeds for part in item.parts(job.study)), default=0)
+    return (
+        "–"
+        if found is None
+        else "done"
+        if len(seeds) >= wanted
+        else f"{len(seeds)} of {wanted} seeds"
+    )
 
 
 def _reproduce(
@@ -144,7 +164,12 @@ def _reproduce(
         unfinished,
     )
 
-    crowd = jobs[0].crowd
+    scale, crowd = jobs[0].scale, jobs[0].crowd
+    there = (RunFolder(home).read_json(output.RESULTS) or {}).get("scale", scale.name)
+    if there != scale.name:
+        raise ConfigError(
+            f"{home} holds a reproduction at scale {there!r}. Choose another folder with --out."
+        )
     ready, left_out = _with_data(jobs, asked)
     places = in_order((place for job in ready for place in job.places(asked)), crowd.size)
     refuse_other_runs(places)
@@ -173,16 +198,22 @@ def _reproduce(
                 if not quiet:
                     say(f"{item.name}: measuring {item.measures}")
                 job.measure(item)
-        found = output.outcomes(jobs, every)
-        output.write(home, jobs[0].scale.name, found, command)
+        faults: dict[Item, FedHarmonyError] = {}
+        found = output.outcomes(jobs, every, faults)
+        output.write(home, scale.name, found, command)
     for outcome in found:
         if outcome.item in asked:
             where = f" ({outcome.job.study.title})" if outcome.item.about_data else ""
             say(f"{outcome.item.title}{where}\n  {outcome.shown.verdict}")
+    for item, fault in faults.items():
+        say(f"{item.title} is not shown: {fault}", err=True)
     if not quiet:
         say(f"Report: {home / output.REPORT}")
     if failed is not None:
         raise failed
+    for item in asked:
+        if item in faults:
+            raise faults[item]
 
 
 def _with_data(jobs: Sequence[Job], asked: Sequence[Item]) -> tuple[list[Job], list[str]]:
@@ -223,12 +254,14 @@ def _outlook(
     from fedharmony.paper.plan import tasks
     from fedharmony.report.panel import count
 
-    seconds = {job.study.name: job.study.seconds / job.scale.at_once for job in jobs}
+    scale, size = jobs[0].scale, jobs[0].crowd.size
+    seconds = {job.study.name: job.study.seconds / min(scale.at_once, size) for job in jobs}
     total = sum(place.part.cost * seconds[place.study] for place in left)
     total += sum(item.measuring for job, item in tasks(jobs, asked) if job.measured(item) is None)
     lines = [f"{count(len(places), 'run')} in all, {len(places) - len(left)} finished."]
     if total:
-        lines.append(f"What is left takes about {duration(total)} on {jobs[0].scale.machine}.")
+        where = f"{scale.machine} with --jobs {size}"
+        lines.append(f"What is left takes about {duration(total)} on {where}.")
     if left and any(job.study.needs for job in jobs):
         lines += _on_cpu(left)
     return lines
@@ -240,7 +273,7 @@ def _memory(left: Sequence[Place], jobs: Sequence[Job]) -> list[str]:
     # The largest runs may be under way at the same time.
     known = sorted((size for place in left if (size := sizes[place.study])), reverse=True)
     if not known:
-        return []
+        return ["How much memory these runs take was not measured."] if left else []
     at_once, there = known[: jobs[0].crowd.size], machine_memory() / 1e9
     taken = (
         f"A run takes up to about {known[0]:.1f} GB of memory, {len(at_once)} at once "

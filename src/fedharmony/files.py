@@ -179,5 +179,5 @@ def _held(file: Path) -> CheckpointError:
     )
     return CheckpointError(
         f"{file.parent} is being written by {who}. Wait until it ends or stop it, then give the "
-        "same command again; 'fedharmony report' may read it at any time."
+        "same command again."
     )

@@ -200,7 +200,7 @@ def _work(pipe: Connection) -> None:
     """Take orders until the first process says stop, or is gone."""
     signal.signal(signal.SIGINT, signal.SIG_IGN)  # the first process decides what Ctrl-C means
     signal.signal(signal.SIGTERM, _stop)
-    threading.Thread(target=_end_with_parent, daemon=True).start()
+    threading.Thread(target=end_with_parent, daemon=True).start()
     package = logging.getLogger("fedharmony")
     package.setLevel(logging.WARNING)
     package.addHandler(_SendLog(pipe))
@@ -252,7 +252,7 @@ def _stop(number: int, frame: object) -> None:
     raise Stopped("the first process", number)
 
 
-def _end_with_parent() -> None:
+def end_with_parent() -> None:
     """Stop this process when the first one is gone, however it ended."""
     parent = multiprocessing.parent_process()
     assert parent is not None

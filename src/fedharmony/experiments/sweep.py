@@ -23,6 +23,8 @@ from fedharmony.experiments.settings import load_settings
 #: More comparisons than this are a mistake, or a plan for several sweeps.
 MOST_POINTS = 200
 INDEX = "sweep.json"
+#: Settings that options of the command set, and so cannot be swept.
+CHOSEN = {"run.method": "--methods", "run.seed": "--seeds", "model.seed": "--seeds"}
 
 
 @dataclass(frozen=True)
@@ -55,6 +57,8 @@ def split_changes(changes: Sequence[str]) -> tuple[dict[str, list[str]], list[st
         if len(values) < 2:
             others.append(change)
             continue
+        if option := CHOSEN.get(key):
+            raise ConfigError(f"{change}: {key} is chosen with {option}, for every point alike.")
         if key in swept:
             raise ConfigError(f"{key} is swept twice. Give all of its values at once.")
         if any(not value for value in values):

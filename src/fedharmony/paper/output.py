@@ -9,6 +9,7 @@ from pathlib import Path
 from typing import Any
 
 import fedharmony
+from fedharmony.errors import FedHarmonyError
 from fedharmony.experiments.folder import jsonable, make_folder
 from fedharmony.files import write_atomically
 from fedharmony.paper.item import Found, Item, Shown
@@ -58,13 +59,23 @@ class Outcome:
         }
 
 
-def outcomes(jobs: Sequence[Job], every: Sequence[Item]) -> list[Outcome]:
-    """All items whose runs are finished, with one seed at least, in the paper's order."""
-    return [
-        Outcome(job, item, found, item.show(found))
-        for job, item in tasks(jobs, every)
-        if (found := job.found_so_far(item)) is not None
-    ]
+def outcomes(
+    jobs: Sequence[Job], every: Sequence[Item], faults: dict[Item, FedHarmonyError] | None = None
+) -> list[Outcome]:
+    """All items whose runs are finished, with one seed at least, in the paper's order.
+
+    An item whose files are damaged is left out and put among the ``faults``, if there are such.
+    """
+    shown = []
+    for job, item in tasks(jobs, every):
+        try:
+            if (found := job.found_so_far(item)) is not None:
+                shown.append(Outcome(job, item, found, item.show(found)))
+        except FedHarmonyError as error:
+            if faults is None:
+                raise
+            faults[item] = error
+    return shown
 
 
 def figures(shown: Shown) -> Iterator[tuple[str, str]]:
@@ -130,7 +141,7 @@ def page(scale: str, found: Sequence[Outcome], command: str) -> str:
         "headline": words(found),
         "facts": [
             f"scale {scale}",
-            *dict.fromkeys(outcome.job.study.title for outcome in found),
+            *dict.fromkeys(o.job.study.title for o in found if o.item.about_data),
             count(len(_runs(found)), "run"),
         ],
         "notices": [],

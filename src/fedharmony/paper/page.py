@@ -50,7 +50,8 @@ Every verdict follows from the figures by the rule that is stated with it. The p
 (splits, numbers of clients, most constants) and code are not public: a claim that is not found
 again here is not refuted on its own data, and one that is found again at a small scale is not
 proven at a large one. What was chosen where the paper is silent:
-[FedHarmony](methods/fedharmony.md).
+[FedHarmony](methods/fedharmony.md). FedLGT describes labels by random vectors in all of these runs,
+as `fedlgt-randtext`: embeddings of their names need a language model ([FedLGT](methods/fedlgt.md)).
 """
 
 RESULTS, FIGURES = Path("benchmarks/results/paper"), Path("docs/figures/paper")
@@ -106,7 +107,8 @@ def _runs(results: Sequence[Mapping[str, Any]]) -> Iterator[str]:
     yield "|:--|:--|--:|--:|:--|"
     for result in results:
         names = {study.name: study.title for study in SCALES[result["scale"]].studies}
-        data = "; ".join(dict.fromkeys(names[c["study"]] for c in result["items"]))
+        used = [c["study"] for c in result["items"] if items[c["item"]].about_data]
+        data = "; ".join(dict.fromkeys(names[study] for study in used))
         cells = (
             *(result["scale"], data, str(len(result["items"])), str(result["runs"])),
             "; ".join(result["machines"]),
@@ -120,7 +122,7 @@ def _asked(result: Mapping[str, Any]) -> str:
     held = {content["item"] for content in result["items"]}
     names = [item.name for item in all_items() if item.name in held]
     what = "all" if len(names) == len(all_items()) else " ".join(names)
-    used = {content["study"] for content in result["items"]}
+    used = {c["study"] for c in result["items"] if items[c["item"]].about_data}
     studies = [s for s in SCALES[result["scale"]].studies if s.needs and s.name in used]
     return " ".join(
         [what, f"--scale {result['scale']}", *(f"--data {s.name}=PATH" for s in studies)]

@@ -14,7 +14,16 @@ from dataclasses import dataclass, replace
 from pathlib import Path
 
 from fedharmony.data.base import DataSet
-from fedharmony.errors import CheckpointError, ConfigError, DataError, nearest
+from fedharmony.errors import (
+    CheckpointError,
+    ConfigError,
+    DataError,
+    Failure,
+    FedHarmonyError,
+    RunsFailedError,
+    nearest,
+)
+from fedharmony.experiments.binding import changed
 from fedharmony.experiments.build import Observer
 from fedharmony.experiments.compare import Planned, carry_out, rehearse
 from fedharmony.experiments.crowd import ALONE, Crowd
@@ -122,7 +131,7 @@ class Job:
         if not item.measures:
             return {}
         content = RunFolder(self.home / item.name).read_json(MEASURED)
-        return content if isinstance(content, dict) else None
+        return content if isinstance(content, dict) and content else None
 
     def measure(self, item: Item) -> None:
         """Measure what is not there yet."""
@@ -144,8 +153,10 @@ def tasks(jobs: Sequence[Job], asked: Iterable[Item]) -> Iterator[tuple[Job, Ite
 def refuse_other_runs(places: Sequence[Place]) -> None:
     """Refuse folders that hold other runs than planned, or that another process writes to.
 
-    Refused is a finished run, too, that came here without its matrices.
+    Refused is a finished run, too, that came here without its matrices, or was made of other data
+    than those it is compared with.
     """
+    made_of: dict[tuple[str, str], tuple[Path, Mapping[str, str]]] = {}
     for place in places:
         folder = place.run.folder
         refuse_if_held(folder.path)
@@ -159,6 +170,14 @@ def refuse_other_runs(places: Sequence[Place]) -> None:
                 f"{folder.path} holds a finished run without its {MATRICES}. Put that file there, "
                 "or remove the folder: then the run is repeated."
             )
+        if place.run.results is not None and (bound := place.run.results.get("bound")):
+            key = place.study, place.part.name
+            other, before = made_of.setdefault(key, (folder.path, bound))
+            if parts := changed(before, bound):
+                raise CheckpointError(
+                    f"{folder.path} and {other} were made of different data ({', '.join(parts)}), "
+                    "and cannot stand in one table. Remove one of them: then it is repeated."
+                )
 
 
 def identity(settings: Settings) -> str:
@@ -185,15 +204,20 @@ def unfinished(places: Sequence[Place]) -> list[Place]:
 def rehearsed(places: Sequence[Place], observe: Observer) -> dict[str, DataSet]:
     """Build what all unfinished runs are made of; the data by their settings.
 
-    Whatever cannot work is refused here, before the first run starts.
+    Whatever cannot work is refused here, before the first run starts; so are finished runs beside
+    them that were made of other data.
     """
     loaded: dict[str, DataSet] = {}
-    parts: dict[str, list[Planned]] = {}
-    for place in unfinished(places):
-        parts.setdefault(place.part.name, []).append(place.run)
-    for runs in parts.values():
+    waiting = {(place.study, place.part.name) for place in unfinished(places)}
+    for study, name in dict.fromkeys((place.study, place.part.name) for place in places):
+        if (study, name) not in waiting:
+            continue
+        runs = [p.run for p in places if (p.study, p.part.name) == (study, name)]
         kind = repr(runs[0].settings.data)
-        loaded[kind] = rehearse(runs, observe, loaded.get(kind))
+        try:
+            loaded[kind] = rehearse(runs, observe, loaded.get(kind))
+        except FedHarmonyError as error:
+            raise type(error)(f"{study} {name}: {error}") from error
     return loaded
 
 
@@ -203,13 +227,22 @@ def execute(
     observer: Callable[[int, Place], Observer],
     workers: Workers | None,
 ) -> None:
-    """Carry out what is not finished, one after the other or in several processes."""
+    """Carry out what is not finished, one after the other or in several processes.
+
+    Where some failed, a RunsFailedError says so when all others are done.
+    """
     if workers is not None:
         workers.execute([p.run for p in places], lambda i, run: observer(i, places[i]))
         return
+    failures = []
     for i, place in enumerate(places):
         if place.run.results is None:
-            carry_out(place.run, observer(i, place), data[repr(place.run.settings.data)])
+            try:
+                carry_out(place.run, observer(i, place), data[repr(place.run.settings.data)])
+            except FedHarmonyError as error:
+                failures.append(Failure(place.run.folder.path, str(error), ""))
+    if failures:
+        raise RunsFailedError(failures)
 
 
 def paths_of(scale: Scale, given: Sequence[str]) -> dict[str, str]:
@@ -219,8 +252,10 @@ def paths_of(scale: Scale, given: Sequence[str]) -> dict[str, str]:
     for text in given:
         name, equals, path = text.partition("=")
         if not equals or is_there(text):
-            if len(names) != 1:
-                known = ", ".join(f"{n}=PATH" for n in names) or "no data"
+            if not names:
+                raise ConfigError(f"--data {text}: the scale {scale.name!r} takes no data.")
+            if len(names) > 1:
+                known = ", ".join(f"{n}=PATH" for n in names)
                 raise ConfigError(
                     f"--data {text}: the scale {scale.name!r} takes {known}. Say which it is."
                 )

@@ -103,20 +103,22 @@ class Scale:
         name: for ``--scale``.
         machine: what the times are of.
         studies: its data sets.
-        at_once: runs that this machine carries out in the time of one alone.
+        jobs: runs at once that fill this machine.
+        at_once: how many it then carries out in the time of one alone.
         pairs: numbers of labels at which a loop over pairs is timed.
     """
 
     name: str
     machine: str
     studies: tuple[Study, ...]
+    jobs: int = 1
     at_once: float = 1.0
     pairs: tuple[int, ...] = (17, 20, 80, 1628)
 
 
 DEMO = Scale(
     "demo",
-    "two CPU cores with --jobs 2",
+    "two CPU cores",
     (
         Study(
             "digits",
@@ -151,6 +153,7 @@ DEMO = Scale(
             only=("fig1", "fig2"),
         ),
     ),
+    jobs=2,
     at_once=2,
 )
 _VOC2012 = Study(
@@ -170,7 +173,7 @@ _VOC2012 = Study(
 )
 SMALL = Scale(
     "small",
-    "one H200 with --jobs 12 (VOC 2012 measured, others estimated by their images)",
+    "one H200 (VOC 2012 measured, others estimated by their images)",
     (
         _VOC2012,
         replace(
@@ -193,6 +196,7 @@ SMALL = Scale(
             seconds=60.0,
         ),
     ),
+    jobs=12,
     at_once=2.5,
 )
 _WEIGHTS = "weights of ViT-B/16"

@@ -298,6 +298,10 @@ def dots(
         if row.interval is not None:
             ends_at = [(across(min(max(v, low), high)), y) for v in row.interval]
             drawing.line(ends_at, row.dots[0][0].colour, 2)
+            for (x, _), value, arrow in zip(ends_at, row.interval, "◂▸", strict=True):
+                if not low <= value <= high:  # it goes on outside
+                    look: dict[str, Any] = {"size": 9, "colour": row.dots[0][0].colour}
+                    drawing.text(x, y, arrow, anchor="middle", **look)
         for style, value in row.strokes:
             if low <= value <= high:
                 x = across(value)

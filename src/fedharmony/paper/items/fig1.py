@@ -91,11 +91,12 @@ class Fig1(Item):
         ]
         pictures += self._scatters(sizes, apart, quality)
         heard = np.isfinite(quality)
-        large = sizes >= np.quantile(sizes, 2 / 3)
+        large = np.zeros(len(sizes), bool)
+        large[np.argsort(-sizes, kind="stable")[: -(-len(sizes) // 3)]] = True
         median = float(np.median(quality[heard])) if heard.any() else math.nan
         poor = [int(i) for i in np.flatnonzero(large & heard & (quality < median))]
         drift, floor = (number(known[name]) for name in ("drift", "floor"))
-        ratio = drift / floor
+        ratio = drift / floor if floor else math.nan
         rank = _rank_correlation(sizes[heard], quality[heard])
         table = Grid(
             f"Clients of {found.study.title}",
@@ -106,7 +107,7 @@ class Fig1(Item):
                 ("drift: distance of a client's φ from the global one", f"{drift:.3f}"),
                 ("the same in a random split of the same sizes", f"{floor:.3f}"),
                 ("large clients (top third) with quality below the median", str(len(poor))),
-                ("rank correlation of size and quality", f"{rank:+.2f}".replace("-", "−")),
+                ("rank correlation of size and quality", _signed(rank)),
                 ("paper", "a figure of FLAIR clients without numbers"),
             ),
             "Quality: the client's mean weight over rounds in which weights are qualities alone, "
@@ -114,17 +115,20 @@ class Fig1(Item):
         )
         lead = (
             "Label correlations (φ, hundredths) of all training images and of the largest, a "
-            "middle and the smallest client, on one scale; hatched pairs do not occur."
+            "middle and the smallest client, on one scale; hatched pairs do not occur. Of many "
+            f"labels the {MOST} most frequent."
         )
         why = (
             f"clients' correlations lie {ratio:.1f} times as far from the global ones as in a "
             f"random split ({drift:.3f} against {floor:.3f}); {len(poor)} of "
             f"{int((large & heard).sum())} large clients have a quality below the median."
         )
+        if not math.isfinite(ratio):
+            why = "clients have too few images: no correlation of theirs is known."
         drifts, told = ratio >= 1.2, bool(heard.any())
         scale = (f"−{limit:.1f}", f"+{limit:.1f}")
         section = Section(self.title, lead, tuple(pictures), scale=scale, grids=(table,))
-        no = ratio < 1.2 or (told and not poor)
+        no = ratio < 1.2 or (drifts and told and not poor)
         return Shown((section,), decide(drifts and bool(poor), no, why, self.rule))
 
     def _scatters(self, sizes: Array, apart: Array, quality: Array) -> list[Picture]:
@@ -177,7 +181,13 @@ def _matrix(rows: Sequence[Sequence[float | None]]) -> Array:
     return np.array([[number(v) for v in row] for row in rows])
 
 
+def _signed(value: float) -> str:
+    return f"{value:+.2f}".replace("-", "−") if math.isfinite(value) else "–"
+
+
 def _rank_correlation(a: Array, b: Array) -> float:
     from scipy import stats
 
-    return float(stats.spearmanr(a, b).statistic) if len(a) > 2 else math.nan
+    if len(a) < 3 or np.ptp(a) == 0 or np.ptp(b) == 0:
+        return math.nan
+    return float(stats.spearmanr(a, b).statistic)

@@ -7,13 +7,13 @@ from dataclasses import replace
 
 from fedharmony.experiments.scores import load_scores
 from fedharmony.paper.item import BASE, OURS, Found, Item, Shown, items
-from fedharmony.paper.published import LOOKS, NAMES
+from fedharmony.paper.published import LOOKS, NAMES, RANDOM_TEXT
 from fedharmony.paper.scale import Part, Study
 from fedharmony.paper.verdict import Gap, decide
 from fedharmony.report.grid import Grid, spread
 from fedharmony.report.load import RunView
 from fedharmony.report.measures import decide as decisions
-from fedharmony.report.panel import Section
+from fedharmony.report.panel import Section, count
 from fedharmony.report.panels.examples import ExampleImages
 
 
@@ -50,7 +50,8 @@ class Fig3(Item):
                 (NAMES[m], spread([w for w, _ in of]), spread([s for _, s in of]))
                 for m, of in counts.items()
             ),
-            f"Over {part.seeds} seeds. The paper shows chosen images and counts nothing.",
+            f"Over {count(part.seeds, 'seed')}. {RANDOM_TEXT} The paper shows chosen images and "
+            "counts nothing.",
         )
         wrong, missed = (
             Gap.of([a[i] - b[i] for a, b in zip(counts[OURS], counts[BASE], strict=True)])

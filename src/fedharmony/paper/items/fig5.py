@@ -5,12 +5,14 @@ from __future__ import annotations
 import multiprocessing
 import resource
 import tempfile
+import threading
 from collections.abc import Mapping, Sequence
 from concurrent.futures import ProcessPoolExecutor
 from pathlib import Path
 from typing import Any
 
 from fedharmony.experiments.folder import RunFolder
+from fedharmony.experiments.jobs import end_with_parent
 from fedharmony.experiments.run import start
 from fedharmony.experiments.settings import compose
 from fedharmony.paper.item import BASE, OURS, Bench, Found, Item, Measured, Shown, items, mean
@@ -52,7 +54,7 @@ class Fig5(Item):
         "Range: largest less smallest mean of FedHarmony's metric. Reproduced if the ranges of mAP "
         "and OF1 over participation and of OR and OF1 over the number of clients are all at most 2 "
         "points, and OF1 is above 10 everywhere. Not reproduced if some range exceeds 2 points. "
-        "Undecided if nothing was learnt (OF1 below 10)."
+        "Undecided if none does, but nothing was learnt somewhere (OF1 below 10)."
     )
 
     def parts(self, study: Study) -> Sequence[Part]:
@@ -165,8 +167,15 @@ def _grid(
         f"Over {axis}, {found.study.title}, per cent",
         (axis, *(f"{NAMES[m]} {k}" for m in METHODS for k in METRICS), *extra),
         tuple(rows),
-        f"{count(next(iter(parts.values())).seeds, 'seed')}.",
+        f"{count(next(iter(parts.values())).seeds, 'seed')}.{_changed(parts)}",
     )
+
+
+def _changed(parts: Mapping[str, Part]) -> str:
+    """The settings that all points share beside the study's own."""
+    first, *others = (part.changes for part in parts.values())
+    common = [c for c in first if c[-1] != "=" and all(c in changes for changes in others)]
+    return f" Settings of these runs alone: {', '.join(common)}." if common else ""
 
 
 def _lines(found: Found, axis: str, parts: Mapping[str, Part]) -> tuple[Picture, ...]:
@@ -197,6 +206,7 @@ def peak_memory(bench: Bench, part: Part, *more: str) -> float:
 
 def _trained_memory(tree: Mapping[str, Any]) -> float:
     """Train in a folder that goes, in this process, and say what memory that took."""
+    threading.Thread(target=end_with_parent, daemon=True).start()
     with tempfile.TemporaryDirectory() as folder:
         start(compose(tree), RunFolder(Path(folder) / "run"), lambda event: None)
     status = Path("/proc/self/status")

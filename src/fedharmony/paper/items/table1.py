@@ -7,7 +7,7 @@ from dataclasses import replace
 
 from fedharmony.metrics import METRIC_NAMES
 from fedharmony.paper.item import BASE, OURS, Found, Item, Shown, items, mean
-from fedharmony.paper.published import LOOKS, NAMES, row, rows
+from fedharmony.paper.published import LOOKS, NAMES, RANDOM_TEXT, row, rows
 from fedharmony.paper.scale import Part, Study
 from fedharmony.paper.verdict import Verdict, decide
 from fedharmony.report import svg
@@ -52,7 +52,7 @@ class Table1(Item):
             f"Found on {found.study.title}, per cent",
             ("method", *METRIC_NAMES),
             tuple((NAMES[m], *(spread(ours[m][k]) for k in METRIC_NAMES)) for m in ours),
-            f"Mean ± sample standard deviation over {count(part.seeds, 'seed')}.",
+            f"Mean ± sample standard deviation over {count(part.seeds, 'seed')}. {RANDOM_TEXT}",
         )
         compared = Grid(
             f"The paper's {beside}, and how far ours lies from it",

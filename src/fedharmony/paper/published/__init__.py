@@ -25,6 +25,8 @@ NAMES: Mapping[str, str] = {
     "fedharmony": "FedHarmony",
 }
 
+#: What is not as in FedLGT's own paper, in every run here.
+RANDOM_TEXT = "FedLGT describes labels by random vectors, not by text (fedlgt-randtext)."
 #: How the methods are drawn, in whatever figure.
 LOOKS: Mapping[str, Style] = {name: style(place) for place, name in enumerate(NAMES)}
 
