@@ -22,13 +22,14 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
+from fedharmony import stopping
 from fedharmony.aggregate import ModelMean, RunningMean
 from fedharmony.data.augment import AugmentSettings
 from fedharmony.data.base import LabelledImages, TensorImages
 from fedharmony.engine.batches import plan_batches
 from fedharmony.engine.compute_mode import ComputeMode
 from fedharmony.engine.optimise import TrainSettings
-from fedharmony.errors import CheckpointError, ClientLimitError, ConfigError
+from fedharmony.errors import CheckpointError, ClientLimitError, ConfigError, Stopped
 from fedharmony.losses import Batch, LossSettings, task_loss
 from fedharmony.methods.base import Groups, Reads, Stage, Sweep, methods
 from fedharmony.methods.fedavg import FedAvg
@@ -1007,3 +1008,19 @@ def test_packed_replies_of_another_type_are_refused() -> None:
     reason = problem(reply, {PARAMS: {"w": Form((2,))}}, True)
     assert reason == "params/w is of torch.float64, expected torch.float32"
     assert problem(reply, {PARAMS: {"w": Form((2,), torch.float64)}}, True) is None
+
+
+def test_a_signal_whose_exception_was_lost_ends_the_run_after_the_round() -> None:
+    """A library may drop it, as compiled code that tries something does: it is raised again."""
+    saved: list[int] = []
+
+    def after(round: int, state: Record) -> None:
+        saved.append(round)
+        with contextlib.suppress(Stopped):
+            raise stopping.ask(Stopped("SIGTERM", 15))
+
+    toy = Toy()
+    with pytest.raises(Stopped):
+        toy.loop().run(toy.initial(), 0, lambda event: None, after)
+    assert saved == [0]
+    stopping.end_if_asked()  # it was heard

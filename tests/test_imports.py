@@ -14,7 +14,18 @@ PACKAGE = Path(fedharmony.__file__).parent
 
 #: Layers from left to right; modules of one layer may import each other.
 LAYERS = [
-    {"types", "errors", "files", "reading", "records", "terminal", "rng", "registry", "config"},
+    {
+        "types",
+        "errors",
+        "files",
+        "reading",
+        "records",
+        "terminal",
+        "stopping",
+        "rng",
+        "registry",
+        "config",
+    },
     {
         "correlation",
         "alignment",

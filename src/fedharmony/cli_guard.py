@@ -20,6 +20,7 @@ from typing import Any, NoReturn
 import typer
 from rich.text import Text
 
+from fedharmony import stopping
 from fedharmony.errors import ClientLimitError, FedHarmonyError, RunsFailedError, Stopped
 from fedharmony.reading import is_folder
 from fedharmony.terminal import console, say
@@ -74,23 +75,31 @@ def repeatable(folder: Path) -> AbstractContextManager[None]:
 def ended_by_sigterm() -> Iterator[None]:
     """SIGTERM ends what runs inside as Ctrl-C does; a second one ends it at once.
 
-    Of several processes only the first has something to save; the others end at once.
+    Of several processes only the first has something to save; the others end at once. Either is
+    remembered, should the exception not arrive.
     """
 
     def stop(number: int, frame: object) -> None:
         signal.signal(signal.SIGTERM, signal.SIG_DFL)
-        raise Stopped("SIGTERM", number)
+        raise stopping.ask(Stopped("SIGTERM", number))
+
+    def interrupt(number: int, frame: object) -> None:
+        raise stopping.ask(KeyboardInterrupt())
 
     if os.environ.get("RANK", "0") != "0" or threading.current_thread() is not (
         threading.main_thread()
     ):
         yield
         return
-    before = signal.signal(signal.SIGTERM, stop)
+    before = {signal.SIGTERM: signal.signal(signal.SIGTERM, stop)}
+    if signal.getsignal(signal.SIGINT) is signal.default_int_handler:  # not where it is ignored
+        before[signal.SIGINT] = signal.signal(signal.SIGINT, interrupt)
     try:
         yield
     finally:
-        signal.signal(signal.SIGTERM, before)
+        for number, handler in before.items():
+            signal.signal(number, handler)
+        stopping.forget()
 
 
 def _trace(error: Exception) -> str:

@@ -16,6 +16,7 @@ from typing import Annotated, Any, Literal
 from annotated_types import Ge, Gt, Le, Lt
 from pydantic import Field
 
+from fedharmony import stopping
 from fedharmony.aggregate import NUMBERS, numbers_of, pooled
 from fedharmony.config import Checked
 from fedharmony.errors import ClientLimitError
@@ -226,6 +227,7 @@ class Federation:
                 tally.log.update(outcome.log)
             observe(tally.event(round, cohort, time.perf_counter() - began))
             after_round(round, state)
+            stopping.end_if_asked()
         return state
 
     def _replies(
