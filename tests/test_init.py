@@ -20,6 +20,7 @@ from fedharmony.experiments.settings import compose, load_settings
 from fedharmony.models.base import FeatureSpec, InputSpec, Model
 from fedharmony.models.heads import LinearHead
 from fedharmony.models.vit import ViT
+from fedharmony.terminal import warn_once
 from test_cli import refuse, results, succeed
 
 
@@ -204,6 +205,7 @@ def test_the_timed_step_is_one_of_training() -> None:
 def test_a_run_says_it(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
     small = ["data.train=60", "data.test=20", "split.clients=2", "run.rounds=1", "train.epochs=1"]
     settings = load_settings("demo", [*small, "run.method=fedavg", "engine.device=cpu"])
+    warn_once.cache_clear()  # another test may have said it in this process
     with caplog.at_level(logging.WARNING, "fedharmony"):
         start(settings, RunFolder(tmp_path / "run"), lambda event: None)
     assert "for 60 training images" in caplog.text
