@@ -306,15 +306,16 @@ def test_alone_a_client_has_no_teacher(operator):
 def test_parts_and_folds_agree_to_the_last_bit(operator, chunk, monkeypatch):
     """In parts of any size, and with the first 30 clients folded before the others are summed."""
     table = make_table(61, 5, 7)
-    expected = table.rows(operator)
+    at_once = table.rows(operator)  # a table computes when it is asked: here before the patch
+    whole, others = at_once.full(), at_once.without(39)
     monkeypatch.setitem(corr.AT_ONCE, "cpu", chunk)
     chunked, folded = table.rows(operator), table.rows(operator)
     rows = folded.rows
     folded._fold({name: tensor[:30] for name, tensor in rows.items()}, -1)
     folded.rows = {name: tensor[30:] for name, tensor in rows.items()}
     for result in (chunked, folded):
-        assert all(map(torch.equal, result.full(), expected.full()))
-        assert all(map(torch.equal, result.without(39), expected.without(39)))
+        assert all(map(torch.equal, result.full(), whole))
+        assert all(map(torch.equal, result.without(39), others))
 
 
 @pytest.mark.parametrize("operator", ["median", "trimmed"])
@@ -360,12 +361,12 @@ def test_entry_told_by_one_client_alone_is_unknown_without_it():
     assert result.without(1)[1].all()
 
 
-def test_result_is_clipped():
-    upper = torch.full((3, 3), 1.5)
-    upper[0] = -1.5
-    for operator in ("mean", "median", "trimmed"):
-        result = Rows(upper, operator)
-        assert result.without(0)[0].tolist() == [[1, 1], [1, 1]]
+@pytest.mark.parametrize("sign", [1, -1])
+@pytest.mark.parametrize("operator", ["mean", "support", "median", "trimmed", "support_trimmed"])
+def test_result_is_clipped_at_both_ends(operator, sign):
+    upper = torch.full((3, 3), 1.5 * sign)
+    upper[0] = -1.5 * sign
+    assert Rows(upper, operator).without(0)[0].tolist() == [[sign, sign], [sign, sign]]
 
 
 @pytest.mark.parametrize("operator", OPERATORS)
@@ -462,11 +463,12 @@ def test_all_teachers_at_once_are_those_of_each(operator, numbers, monkeypatch):
 def test_the_way_of_a_device_agrees_with_that_of_the_cpu(operator, monkeypatch):
     """Sums and sorting of other devices, tried on the CPU: the same up to rounding."""
     table = make_table(40, 5, 2)
-    expected = table.rows(operator)
+    on_cpu = table.rows(operator)  # a table computes when it is asked: here before the patch
+    whole, others = on_cpu.full(), on_cpu.without(3)
     monkeypatch.setattr(consensus, "_in_order", lambda tensor: False)
     monkeypatch.setitem(corr.AT_ONCE, "cpu", 100)
-    found = table.rows(operator)
-    for ours, theirs in ((found.full(), expected.full()), (found.without(3), expected.without(3))):
+    on_device = table.rows(operator)
+    for ours, theirs in ((on_device.full(), whole), (on_device.without(3), others)):
         torch.testing.assert_close(ours[0], theirs[0], rtol=0, atol=1e-13)
         assert torch.equal(ours[1], theirs[1])
 

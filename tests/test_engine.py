@@ -695,6 +695,8 @@ def test_drop_outs_are_not_failures() -> None:
 def test_problem_accepts_a_good_record() -> None:
     record = Record({"g": {"x": torch.ones(2), "n": torch.ones(2, dtype=torch.int64)}})
     assert problem(record, {"g": {"x": Form((2,)), "n": Form((2,), torch.int64)}}) is None
+    empty = Record({"g": {"x": torch.ones(0), "n": torch.ones(0, dtype=torch.int64)}})
+    assert problem(empty, {"g": {"x": Form((0,)), "n": Form((0,), torch.int64)}}) is None
 
 
 # -- records on disk ------------------------------------------------------------------------------
@@ -990,6 +992,9 @@ def test_a_round_in_numbers() -> None:
     assert (event["bytes_up"], event["bytes_down"], event["reported"]) == (16, 0, [1, 3])
     silent = Tally().event(0, [], 1.0)
     assert (silent["padding"], silent["train_loss"], silent["images"]) == (None, None, 0)
+    quiet = Tally()
+    quiet.count(Reply(0, 5, Record({PARAMS: {"w": torch.ones(1)}})), epochs=1)  # tells no loss
+    assert (quiet.loss, quiet.rows, quiet.examples) == (0.0, 0.0, 5)
     asked = Tally()
     asked.count(Reply(0, 5, Record({PARAMS: {"w": torch.ones(1)}})), epochs=0)  # no training
     assert (asked.images, asked.examples, asked.bytes_up, asked.reported) == (0, 0, 4, [])

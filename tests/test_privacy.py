@@ -232,15 +232,15 @@ def test_updates_are_divided_by_the_planned_cohort_whoever_answers() -> None:
 
 
 def test_a_noisy_weight_is_known_only_above_its_noise() -> None:
-    """Weights (10, 1, 10) with noise of deviation 2: below 2 · 2 nothing is known."""
+    """Weights (20, 6, 20) with noise of deviation 4: below 2 · 4 nothing is known."""
     table = CorrelationTable(2, Operator("support", decay=0.5))
-    total = {"sum": torch.tensor([5.0, 1.0, 5.0]), "weight": torch.tensor([10.0, 1.0, 10.0])}
-    table.add_shares({n: t.double() for n, t in total.items()}, 0, noise=2.0)
+    total = {"sum": torch.tensor([10.0, 6.0, 10.0]), "weight": torch.tensor([20.0, 6.0, 20.0])}
+    table.add_shares({n: t.double() for n, t in total.items()}, 0, noise=4.0)
     assert table.consensus(1).known.tolist() == [[True, False], [False, True]]
     assert table.consensus(1).matrix[0, 0] == 0.5
-    # A second round: (10/2 + 10, 1/2 + 10, …), and the noise is √((2/2)² + 2²) = √5.
-    table.add_shares({n: torch.full((3,), 10.0).double() for n in total}, 1, noise=2.0)
-    assert float(table.folded["noise"]) == pytest.approx(math.sqrt(5))
+    # A second round: (20/2 + 10, 6/2 + 10, …), and the noise is √((4/2)² + 3²) = √13.
+    table.add_shares({n: torch.full((3,), 10.0).double() for n in total}, 1, noise=3.0)
+    assert float(table.folded["noise"]) == pytest.approx(math.sqrt(13))
     assert bool(table.consensus(2).known.all())
 
 
