@@ -104,62 +104,6 @@ def write_packed(folder: Path) -> Path:
     return folder
 
 
-def _users() -> dict[tuple[str, str], list[Record]]:
-    users: dict[tuple[str, str], list[Record]] = {}
-    for record in RECORDS:
-        users.setdefault((record.partition, record.user_id), []).append(record)
-    return users
-
-
-def _arrays(records: list[Record]) -> np.ndarray:
-    return np.stack([np.asarray(Image.open(io.BytesIO(jpeg(record)))) for record in records])
-
-
-def write_ml_flair(path: Path) -> Path:
-    """The HDF5 file of apple/ml-flair: labels as byte strings."""
-    import h5py
-
-    with h5py.File(path, "w") as file:
-        for (partition, user), records in _users().items():
-            group = file.create_group(f"{partition}/{user}")
-            group["images"] = _arrays(records)
-            group["image_ids"] = np.array([record.image_id for record in records], "S")
-            for field in ("labels", "fine_grained_labels"):
-                joined = ["|".join(getattr(record, field)) for record in records]
-                group[field] = np.array(joined, "S")
-        file["metadata/label_counter"] = "{}"
-    return path
-
-
-def write_pfl_research(path: Path) -> Path:
-    """The HDF5 file of pfl-research: labels as places of ones."""
-    import h5py
-
-    with h5py.File(path, "w") as file:
-        for field, mapping in (
-            ("labels", "label_mapping"),
-            ("fine_grained_labels", "fine_grained_label_mapping"),
-        ):
-            names = sorted({name for record in RECORDS for name in getattr(record, field)})
-            codes = {name: code for code, name in enumerate(names)}
-            # The numbers count, not the order in which JSON happens to hold them.
-            file[f"metadata/{mapping}"] = json.dumps(dict(reversed(codes.items())))
-            for (partition, user), records in _users().items():
-                ones = [
-                    (row, codes[name])
-                    for row, record in enumerate(records)
-                    for name in getattr(record, field)
-                ]
-                rows, columns = np.array(ones, np.uint16).T
-                file[f"{partition}/{user}/{field}_row"] = rows
-                file[f"{partition}/{user}/{field}_col"] = columns
-        for (partition, user), records in _users().items():
-            ids = [int(record.image_id) for record in records]
-            file[f"{partition}/{user}/image_ids"] = np.array(ids).astype("S")
-            file[f"{partition}/{user}/images"] = _arrays(records)
-    return path
-
-
 def write_parquet(folder: Path, *, partition_column: bool = True, row_group: int = 7) -> Path:
     """The files of the Hugging Face data set; the training images are in two of them."""
     import pyarrow as pa

@@ -1,4 +1,4 @@
-"""FLAIR in its four forms: the same classes, images, labels and users; damaged files are told."""
+"""FLAIR in its two forms: the same classes, images, labels and users; damaged files are told."""
 
 import io
 import json
@@ -24,14 +24,6 @@ from fixtures_flair import RECORDS, Record
 FINE = ("bag", "blue_sky", "dog", "door", "flower", "material", "tree")
 
 
-def hdf5(write: Callable[[Path], Path]) -> Callable[[Path], Path]:
-    def make(folder: Path) -> Path:
-        pytest.importorskip("h5py")
-        return write(folder.with_suffix(".hdf5"))
-
-    return make
-
-
 def parquet(**options: bool | int) -> Callable[[Path], Path]:
     def make(folder: Path) -> Path:
         pytest.importorskip("pyarrow")
@@ -43,8 +35,6 @@ def parquet(**options: bool | int) -> Callable[[Path], Path]:
 FORMS = {
     "json": flair.write_json,
     "packed": flair.write_packed,
-    "ml-flair": hdf5(flair.write_ml_flair),
-    "pfl-research": hdf5(flair.write_pfl_research),
     "parquet": parquet(),
     "parquet, no partition column": parquet(partition_column=False, row_group=1000),
 }
@@ -139,10 +129,9 @@ def test_json_keeps_the_order_of_the_file(tmp_path: Path) -> None:
     assert train.ids == tuple(record.image_id for record in flair.part("train"))
 
 
-def test_a_folder_with_one_hdf5_file_will_do(tmp_path: Path) -> None:
-    pytest.importorskip("h5py")
-    flair.write_ml_flair(tmp_path / "flair.h5")
-    assert len(source(tmp_path).annotations()[1]) == 33
+def test_hdf5_files_are_refused_with_what_to_get(tmp_path: Path) -> None:
+    with pytest.raises(DataError, match=r"HDF5 files of FLAIR are not read .*small_images-42"):
+        source(tmp_path / "flair.h5").annotations()
 
 
 # Official figures ---------------------------------------------------------------------------------
@@ -274,79 +263,6 @@ def test_settings_are_checked() -> None:
 # Damaged containers -------------------------------------------------------------------------------
 
 
-@pytest.fixture(params=["ml-flair", "pfl-research"])
-def container(request: pytest.FixtureRequest, tmp_path: Path) -> Path:
-    return FORMS[request.param](tmp_path / "data")
-
-
-def test_a_truncated_hdf5_file_is_told(container: Path) -> None:
-    container.write_bytes(container.read_bytes()[:-5000])
-    with pytest.raises(DataError, match=r"data\.hdf5 is not an HDF5 file, or is damaged"):
-        source(container).annotations()
-
-
-def test_an_hdf5_file_of_something_else_is_told(tmp_path: Path) -> None:
-    h5py = pytest.importorskip("h5py")
-    with h5py.File(tmp_path / "other.h5", "w") as file:
-        file["trian"] = np.zeros(3)
-    with pytest.raises(DataError, match=r"/trian, which is no partition. Did you mean 'train'"):
-        source(tmp_path / "other.h5").annotations()
-
-
-@pytest.mark.parametrize("array", ["image_ids", "labels"])
-def test_a_user_without_an_array_is_told(container: Path, array: str) -> None:
-    h5py = pytest.importorskip("h5py")
-    with h5py.File(container, "a") as file:
-        group = file["train/7@N01"]
-        for name in [name for name in group if name.startswith(array)]:
-            del group[name]
-    with pytest.raises(DataError, match=r"data\.hdf5:/train/7@N01 does not hold.*copy the file"):
-        source(container).annotations()
-
-
-def test_labels_of_images_that_are_not_there_are_told(tmp_path: Path) -> None:
-    h5py = pytest.importorskip("h5py")
-    path = flair.write_pfl_research(tmp_path / "data.hdf5")
-    with h5py.File(path, "a") as file:
-        file["train/59769174@N00/labels_row"][0] = 2  # the user has images 0 and 1
-    with pytest.raises(DataError, match="59769174@N00 does not hold"):
-        source(path).annotations()
-
-
-def test_files_not_grouped_by_user_are_told(tmp_path: Path) -> None:
-    """They have one group per image; pfl-research then stores counts where it has numbers else."""
-    h5py = pytest.importorskip("h5py")
-    with h5py.File(tmp_path / "ml.h5", "w") as file:
-        file["train/1/image"] = np.zeros((2, 2, 3), np.uint8)
-        file["train/1/labels"] = "plant"
-    with pytest.raises(DataError, match="without --not_group_data_by_user"):
-        source(tmp_path / "ml.h5").annotations()
-    with h5py.File(tmp_path / "pfl.h5", "w") as file:
-        file["metadata/label_mapping"] = '{"plant": 12, "art": 3}'
-    with pytest.raises(DataError, match=r"label_mapping does not number.*--not_group_data_by_user"):
-        source(tmp_path / "pfl.h5").annotations()
-
-
-def test_an_image_listed_twice_is_told_in_every_container(tmp_path: Path) -> None:
-    h5py = pytest.importorskip("h5py")
-    path = flair.write_ml_flair(tmp_path / "data.hdf5")
-    with h5py.File(path, "a") as file:
-        file["train/7@N01/image_ids"][1] = file["train/7@N01/image_ids"][0]
-    with pytest.raises(DataError, match=r"/train/7@N01, image 2: .* has been listed before"):
-        source(path).annotations()
-
-
-def test_pixels_of_another_shape_are_told(tmp_path: Path) -> None:
-    h5py = pytest.importorskip("h5py")
-    path = flair.write_ml_flair(tmp_path / "data.hdf5")
-    with h5py.File(path, "a") as file:
-        del file["train/30000001@N07/images"]
-        file["train/30000001@N07/images"] = np.zeros((1, 8, 8), np.uint8)
-    with pytest.raises(DataError, match=r"30000001@N07/images\[0\].*\(height, width, 3\)"):
-        source(path).load()
-    assert len(source(path, unreadable="skip").load().train) == 32
-
-
 def test_parquet_files_of_something_else_are_told(tmp_path: Path) -> None:
     pa = pytest.importorskip("pyarrow")
     pq = pytest.importorskip("pyarrow.parquet")
@@ -404,14 +320,8 @@ def test_parquet_images_are_read_in_any_order_with_little_memory(
     assert len(files._recent) == 3
 
 
-@pytest.mark.parametrize(
-    ("package", "write", "extra"),
-    [("h5py", "ml-flair", "flair"), ("pyarrow", "parquet", "parquet")],
-)
-def test_a_missing_package_is_named(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, package: str, write: str, extra: str
-) -> None:
-    path = FORMS[write](tmp_path / "data")
-    monkeypatch.setitem(sys.modules, package, None)
-    with pytest.raises(DataError, match=rf'{package}.*pip install "fedharmony\[{extra}\]"'):
+def test_a_missing_package_is_named(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    path = FORMS["parquet"](tmp_path / "data")
+    monkeypatch.setitem(sys.modules, "pyarrow", None)
+    with pytest.raises(DataError, match=r'pyarrow.*pip install "fedharmony\[parquet\]"'):
         source(path).annotations()

@@ -5,18 +5,12 @@ another word for val. Each image has labels at two levels, 17 coarse and 1,628 f
 lists stand beside the image. A fine label may be the name of a coarse one, and the published table
 of fine and coarse names is no function; so neither level is ever derived from the other.
 
-Four forms of the same data are read (:mod:`fedharmony.data.flair_forms`):
+Two forms of the same data are read (:mod:`fedharmony.data.flair_forms`):
 
 * ``labels_and_metadata.json`` with the folder ``small_images``, as published, packed or unpacked;
-* the HDF5 file of apple/ml-flair: ``/{partition}/{user}/{images, image_ids, labels,
-  fine_grained_labels}``, the labels of an image joined by ``|``;
-* the HDF5 file of pfl-research: the same with ``labels_row, labels_col, fine_grained_labels_row,
-  fine_grained_labels_col``, the places of the ones in the label matrix of a user, and the names in
-  ``/metadata/{label_mapping, fine_grained_label_mapping}``;
 * the Parquet files of the Hugging Face data set apple/flair, with the encoded images inside.
 
-All four give the same classes in the same order and the same images with the same labels. The order
-of the images is that of the form: the HDF5 files list users by name.
+Both give the same classes in the same order and the same images with the same labels.
 """
 
 from __future__ import annotations
@@ -30,11 +24,11 @@ import numpy as np
 
 from fedharmony.data.base import datasets
 from fedharmony.data.file_source import AnnotatedFiles, Content, FileSource
-from fedharmony.data.flair_forms.hdf5 import HDF5, read_hdf5
 from fedharmony.data.flair_forms.parquet import read_parquet
 from fedharmony.data.flair_forms.published import METADATA, read_json
 from fedharmony.data.flair_forms.records import COARSE, OFFICIAL_LABELS, Level, Partition, Records
-from fedharmony.reading import is_file, is_folder, user_path
+from fedharmony.errors import DataError
+from fedharmony.reading import is_file, user_path
 
 #: The publisher's figures: images and users of a partition.
 OFFICIAL_IMAGES: Mapping[Partition, int] = {"train": 345_879, "val": 39_239, "test": 43_960}
@@ -70,9 +64,8 @@ class Flair(FileSource):
         return (
             f"Get {METADATA} and small_images-00.tar.gz to small_images-42.tar.gz with "
             "download_dataset.py of https://github.com/apple/ml-flair and put them, packed or "
-            "unpacked, into the folder that `path` names. An HDF5 file made by prepare_dataset.py "
-            "of apple/ml-flair or by pfl-research, and the folder with the Parquet files of "
-            "https://huggingface.co/datasets/apple/flair, can be named instead."
+            "unpacked, into the folder that `path` names. The folder with the Parquet files of "
+            "https://huggingface.co/datasets/apple/flair can be named instead."
         )
 
     def official_counts(self) -> Mapping[str, int]:
@@ -107,15 +100,13 @@ class Flair(FileSource):
     @functools.cached_property
     def _records(self) -> Records:
         level, path = self.config.labels, user_path(self.config.path)
-        if is_file(path) and path.suffix in HDF5:
-            return read_hdf5(path, level)
+        if path.suffix in (".hdf5", ".h5"):
+            raise DataError(f"HDF5 files of FLAIR are not read ({path}). {self.obtain()}")
         tree = self.tree()
         # Asking the tree first would open every archive in the folder.
-        if is_folder(path) and not is_file(path / METADATA):
-            if files := sorted([*path.glob("*.parquet"), *path.glob("data/*.parquet")]):
-                return read_parquet(files, level)
-            if len(files := [file for file in path.iterdir() if file.suffix in HDF5]) == 1:
-                return read_hdf5(files[0], level)
+        tables = sorted([*path.glob("*.parquet"), *path.glob("data/*.parquet")])
+        if tables and not is_file(path / METADATA):
+            return read_parquet(tables, level)
         self.require(tree, METADATA)
         return read_json(tree, level)
 

@@ -664,26 +664,19 @@ def _text(cell: object) -> str:
 @contextmanager
 def open_parquet(source: Path | BinaryIO, where: object) -> Iterator[Any]:
     """A ``pyarrow.parquet.ParquetFile``; trouble with it in the block is a :class:`DataError`."""
-    pyarrow = optional_module("pyarrow", where)
-    parquet = optional_module("pyarrow.parquet", where)
+    try:
+        pyarrow, parquet = map(importlib.import_module, ("pyarrow", "pyarrow.parquet"))
+    except ImportError as error:
+        raise DataError(
+            f"Reading {where} needs the package pyarrow, which is not installed. Run: "
+            'pip install "fedharmony[parquet]"'
+        ) from error
     try:
         with parquet.ParquetFile(source) as file:
             yield file
     except (OSError, pyarrow.ArrowException) as error:
         raise DataError(
             f"{where} is not a Parquet file, or is damaged: {error}. Get the file again."
-        ) from error
-
-
-def optional_module(name: str, where: object) -> Any:
-    """A module that need not be installed; ``where`` is the file it is to read."""
-    try:
-        return importlib.import_module(name)
-    except ImportError as error:
-        package = name.partition(".")[0]
-        raise DataError(
-            f"Reading {where} needs the package {package}, which is not installed. Run: "
-            f'pip install "fedharmony[{"parquet" if package == "pyarrow" else "flair"}]"'
         ) from error
 
 

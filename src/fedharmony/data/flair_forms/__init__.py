@@ -1,1 +1,1 @@
-"""The four forms in which FLAIR is spread, each read by a file of its own."""
+"""The two forms in which FLAIR is spread, each read by a file of its own."""
