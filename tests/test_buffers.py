@@ -24,7 +24,7 @@ from fedharmony.methods.base import Stage, Sweep, methods
 from fedharmony.models.base import Backbone, InputSpec, Shapes
 from fedharmony.models.timm_backbone import PREFIX, TimmBackbone
 from fedharmony.rng import numpy_rng
-from fedharmony.server.replies import problem
+from fedharmony.transport.replies import problem
 from fedharmony.types import BUFFERS, FROZEN, PARAMS, Form, Record, Tensors
 from toy import Toy, same_bits, split
 

@@ -37,8 +37,8 @@ from fedharmony.models.base import Model
 from fedharmony.records import digest, from_bytes, load_record, save_record, to_bytes
 from fedharmony.rng import numpy_rng
 from fedharmony.server.federation import FederationSettings, Tally
-from fedharmony.server.replies import problem
 from fedharmony.server.sampling import Schedule, cohort_size, drops_out
+from fedharmony.transport.replies import problem
 from fedharmony.types import BUFFERS, PARAMS, Failure, Form, Layout, Packed, Record, Reply, Tensors
 from toy import CLASSES, Toy, largest_difference, same_bits, split, toy_data
 

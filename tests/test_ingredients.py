@@ -412,6 +412,19 @@ def averaged_by_hand(rule: float | str, thetas: Any) -> dict[str, Tensor]:
     return s
 
 
+@pytest.mark.parametrize("rule", [0.5, "last:2"])
+def test_the_average_is_given_away_even_if_the_last_cohort_is_empty(rule: float | str) -> None:
+    """Results are of the averaged model; the checkpoint must hold that one, too."""
+    toy, states = Toy(rounds=3, federation=FederationSettings(server_average=rule)), []
+    loop = replace(toy.loop(), schedule=[[0, 1], [2, 3], []])
+    last = loop.run(toy.initial(), 0, lambda e: None, lambda t, state: states.append(state))
+    shown = ServerAverage(rule).shown(states[1])
+    assert same_bits(last, shown)
+    assert not same_bits(
+        Record({PARAMS: last.get(PARAMS)}), Record({PARAMS: states[1].get(PARAMS)})
+    )
+
+
 def test_a_stage_after_the_last_training_sees_the_average() -> None:
     """SphereFed's calibration fits the model that is given away."""
     seen: list[Record] = []

@@ -6,6 +6,7 @@ import json
 import socket
 import subprocess
 import sys
+from dataclasses import replace
 from datetime import timedelta
 from pathlib import Path
 from typing import Any
@@ -65,16 +66,49 @@ def test_two_processes_give_the_bits_of_one(method: str, tmp_path: Path) -> None
     assert len([e for e in events if '"event": "round"' in e]) == 3
 
 
+DIVERGES = '''"""FedAvg; clients with an even number of images diverge."""
+import torch
+from fedharmony.methods.base import methods, stacked
+
+
+@methods.register("diverges")
+class Diverges(methods["fedavg"]):
+    """Training gives NaN at some clients."""
+
+    def carry(self, view, message):
+        return {"factor": torch.tensor(float("nan") if view.examples % 2 == 0 else 1.0)}
+
+    @stacked
+    def loss(self, outputs, batch, message, carry):
+        fit, carry = super().loss(outputs, batch, message, carry)
+        return fit * carry["factor"], carry
+'''
+
+
+def test_shares_that_are_not_finite_are_left_out_by_all_processes(tmp_path: Path) -> None:
+    """Whoever adds one that its owner leaves out has another model from then on."""
+    (tmp_path / "diverges.py").write_text(DIVERGES)
+    chosen = [*SMALL, "--plugin", "diverges.py", "run.method=diverges", "split.clients=7"]
+    chosen += ["federation.server_sees=sums", "federation.sum_least=2", "--quiet"]
+    chosen += ["federation.max_failures=1"]
+    launch(2, tmp_path, "run", "demo", *chosen, "--out", "two")
+    launch(1, tmp_path, "run", "demo", *chosen, "--out", "one")
+    lines = [(tmp_path / name / "events.jsonl").read_text() for name in ("one", "two")]
+    events = [[json.loads(x) for x in own.splitlines() if '"event": "round"' in x] for own in lines]
+    for one, two in zip(*events, strict=True):
+        assert one["failures"] == two["failures"]
+        assert one["reported"] == two["reported"]
+    assert all(e["failures"] and len(e["reported"]) > 1 for e in events[0])
+    assert results(tmp_path / "one")["state_sha256"] == results(tmp_path / "two")["state_sha256"]
+
+
 def test_answers_survive_the_way() -> None:
     groups = {"params": {"w": torch.randn(3, 2)}, "odd": {"n": torch.tensor(4), "": torch.ones(1)}}
-    reply = Reply(7, 21, Record(groups, {"loss": 0.5, "steps": 3}))
+    reply = Reply(7, 21, Record(groups, {"loss": 0.5, "steps": 3}), finite=False, saved=True)
     found = _unpack(_pack(reply), torch.device("cpu"))
     assert isinstance(found, Reply)
-    assert (found.client, found.examples, dict(found.record.scalars)) == (
-        7,
-        21,
-        reply.record.scalars,
-    )
+    assert replace(found, record=reply.record) == reply
+    assert found.record.scalars == reply.record.scalars
     for name, tensor in reply.record.tensors():
         assert torch.equal(dict(found.record.tensors())[name], tensor)
     failure = Failure(3, "update", 2, "ValueError: no (x.py:1)")

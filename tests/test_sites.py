@@ -108,6 +108,44 @@ def test_privacy_counts_with_the_chance_that_a_site_has_among_all(
     assert here == [everybody[0], *([k for k in cohort if k] for cohort in everybody[1:])]
 
 
+SHARES: dict[str, tuple[Any, str]] = {
+    "nan": (lambda r: times(r, "params", torch.nan), "not finite"),
+    "huge": (lambda r: times(r, "params", 1e300), "overflows"),
+    "form": (lambda r: r.replace({"extra": {"a": torch.zeros(1).double()}}), "not asked for"),
+    "weight": (lambda r: times(r, "numbers", 1e15), "outside of [18, 18]"),
+}
+
+
+def times(record: Record, group: str, factor: float) -> Record:
+    return record.replace({group: {n: t * factor for n, t in record.get(group).items()}})
+
+
+@pytest.mark.parametrize("how", SHARES)
+def test_a_share_that_cannot_be_true_costs_its_site_alone(
+    home: Any, tmp_path: Path, how: str
+) -> None:
+    """Ben is the largest, and his share the first: the others are not measured by it."""
+    post, (change, reason) = Memory(workers(home[0] / "data")), SHARES[how]
+
+    def spoilt(question: Parcel) -> Parcel:
+        found = post.sites[1001][1].answer(question)
+        if question.kind != "stage" or question.words["round"] != 1:
+            return found
+        record = change(from_bytes(found.parts["own"]))
+        return Parcel(found.kind, found.words, {"own": to_bytes(record)})
+
+    post.instead = {1001: spoilt}
+    sums = ["run.method=fedavg", "federation.server_sees=sums", "federation.cohort=3"]
+    folder = RunFolder(tmp_path / "run")
+    settings = settings_of(home, *sums, "federation.sum_least=2")
+    server.start(settings, folder, nobody, post, TERMS)
+    events = rounds_of(folder)
+    assert [event["reported"] for event in events] == [[0, 1, 2], [0, 2], [0, 1, 2]]
+    (failure,) = events[1]["failures"]
+    assert (failure["client"], failure["name"]) == (1, "ben")
+    assert reason in failure["reason"]
+
+
 # -- a run goes on --------------------------------------------------------------------------------
 
 

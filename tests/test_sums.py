@@ -326,6 +326,18 @@ def test_masked_sums_give_the_same_run() -> None:
 # -- failures --------------------------------------------------------------------------------------
 
 
+#: Lies of a client about its share: the group, and what becomes of each of its tensors.
+CHANGES: dict[str, tuple[str, Any]] = {
+    "nan": (PARAMS, lambda t: t * torch.nan),
+    "infinite": (CORRELATION, lambda t: t / 0),
+    "huge": (PARAMS, lambda t: t * 0 + 1e300),
+    "float32": (PARAMS, lambda t: t.float()),
+    "ten times the weight": (NUMBERS, lambda t: t * 10),
+    "no weight": (NUMBERS, lambda t: t * 0),
+    "heavy correlations": (CORRELATION, lambda t: t * 0 + 1e15),
+}
+
+
 class Faulty:
     """A transport on which one client's shares are spoilt in one round."""
 
@@ -337,47 +349,81 @@ class Faulty:
         for answer in self._transport.exchange(stage, round, messages):
             if (answer.client, round) != self._spoilt:
                 yield answer
+            elif self._how in CHANGES:
+                group, change = CHANGES[self._how]
+                spoilt = {n: change(x) for n, x in answer.record.get(group).items()}
+                yield replace(answer, record=answer.record.replace({group: spoilt}), finite=None)
             elif self._how == "not finite":
                 yield replace(answer, finite=False)
             elif self._how == "form":
                 yield replace(answer, record=Record({PARAMS: {"w": torch.zeros(1)}}))
-            elif self._how == "huge":
-                groups = answer.record.groups.items()
-                tensors = {g: {n: 1e30 * t for n, t in own.items()} for g, own in groups}
-                yield replace(answer, record=Record(tensors))
+            elif self._how == "more":
+                yield replace(answer, record=answer.record.replace({"gift": {"w": torch.ones(1)}}))
             elif self._how == "failure":
                 yield Failure(answer.client, stage.name, round, "it is ill")
 
 
-@pytest.mark.parametrize("how", ["not finite", "form", "failure", "silent"])
-def test_a_share_that_cannot_be_added_is_left_out(how: str) -> None:
-    """Afterwards that client subtracts nothing: the sums do not hold what it remembers."""
+@pytest.mark.parametrize("client", [0, 3])
+@pytest.mark.parametrize("how", ["not finite", "form", "more", "failure", "silent", *CHANGES])
+def test_a_share_that_cannot_be_added_is_left_out(how: str, client: int) -> None:
+    """Client 0 is the largest, whose share comes first: it dictates nothing to the others.
+
+    Afterwards the client subtracts nothing: the sums do not hold what it remembers.
+    """
     own = toy("fedharmony", federation=SUMS, cohort=6, rounds=3, names=tuple("abcdef"))
-    own.transport = Faulty(own.transport, 3, 1, how)
+    own.transport = Faulty(own.transport, client, 1, how)
     state, events = own.run()
-    assert [(f["client"], f["name"]) for f in events[1]["failures"]] == [(3, "d")]
-    assert events[1]["reported"] == [0, 1, 2, 4, 5]
+    assert [(f["client"], f["name"]) for f in events[1]["failures"]] == [(client, "abcdef"[client])]
+    assert events[1]["reported"] == [k for k in range(6) if k != client]
     assert [event["failures"] for event in (events[0], events[2])] == [[], []]
     assert all(t.isfinite().all() for _, t in state.tensors() if t.is_floating_point())
     assert (state.get(FOLDED)["weight"] >= 0).all()
 
 
+def test_equal_weights_are_one_and_no_more() -> None:
+    """The server knows the weight of each client, whatever that client claims."""
+    settings = replace(SUMS, average="uniform")
+    own = toy("fedavg", federation=settings, cohort=6, rounds=1)
+    own.transport = Faulty(own.transport, 3, 0, "ten times the weight")
+    _, (event,) = own.run()
+    assert "outside of [1, 1]" in event["failures"][0]["reason"]
+    assert event["reported"] == [0, 1, 2, 4, 5]
+
+
+@pytest.mark.parametrize("operator", WEIGHTED)
+def test_what_honest_clients_share_is_within_its_bounds(operator: str) -> None:
+    """Over rounds in which clients come, stay away and come again."""
+    config = {**HARMONY, "consensus": operator}
+    for settings in (SUMS, replace(SUMS, average="uniform", head_start="closed_form")):
+        _, events = toy("fedharmony", config, federation=settings, rounds=5).run()
+        assert [event["failures"] for event in events] == [[]] * 5
+
+
 def test_a_sum_that_cannot_be_used_names_all_who_are_in_it() -> None:
     """Nobody can tell whose share it was: the round counts for nothing."""
+
+    class Spoilt(Masked):
+        def total(self, *arguments: Any) -> Total:
+            total = super().total(*arguments)
+            return replace(total, record=Record({PARAMS: {"w": torch.full((1,), torch.nan)}}))
+
     few = replace(SUMS, max_failures=1.0)
     own = toy("fedavg", federation=few, cohort=6, rounds=1, names=tuple("abcdef"))
-    own.transport = Faulty(own.transport, 3, 0, "huge")
+    own.transport = Spoilt(own.transport)
     state, (event,) = own.run()
-    assert [f["name"] for f in event["failures"]] == list("abcdef")
-    assert "overflows" in event["failures"][0]["reason"]
+    assert sorted(f["name"] for f in event["failures"]) == list("abcdef")
+    assert "not finite" in event["failures"][0]["reason"]
     assert same_bits(Record({PARAMS: state.get(PARAMS)}), Record({PARAMS: own.parameters()[0]}))
 
 
 def test_a_sum_over_too_few_is_thrown_away() -> None:
-    own = toy("fedavg", federation=replace(SUMS, sum_least=5, max_failures=1.0), rounds=1)
+    """The event names whose shares were not used; none of them is at fault."""
+    own = toy("fedavg", federation=replace(SUMS, sum_least=5, max_failures=0.0), rounds=1)
     state, (event,) = own.run()
     assert same_bits(Record({PARAMS: state.get(PARAMS)}), Record({PARAMS: own.parameters()[0]}))
     assert event["reported"] == []
+    assert [f["client"] for f in event["failures"]] == event["cohort"]
+    assert "its sum has 4 shares, federation.sum_least is 5" in event["failures"][0]["reason"]
     enough = toy("fedavg", federation=replace(SUMS, sum_least=4), rounds=1)
     assert len(enough.run()[1][0]["reported"]) == 4
 

@@ -51,7 +51,7 @@ from fedharmony.correlation import (
     correlation,
     parts,
 )
-from fedharmony.types import Group, Groups, Reply, Tensors
+from fedharmony.types import Form, Group, Groups, Reply, Tensors
 
 OperatorName: TypeAlias = Literal[
     "mean", "size", "support", "support_trimmed", "pooled", "median", "trimmed"
@@ -199,6 +199,18 @@ class CorrelationTable:
             values, weights = sums.terms(_row(before, images))
             share = {"sum": share["sum"] - values * weights, "weight": share["weight"] - weights}
         return {name: tensor.squeeze(0) for name, tensor in share.items()}
+
+    def share_forms(self, images: int) -> dict[str, Form]:
+        """What :meth:`share` gives, of a client with so many images.
+
+        A weight w is at most n, a value x at most 1.5 (a moment; a correlation at most 1). The
+        terms that are taken out have the same bounds.
+        """
+        none, most = _Weighted(self, {}, 0), 1.5 * images
+        return {
+            "sum": Form(tuple(none.total.shape), torch.float64, -2 * most, 2 * most),
+            "weight": Form(tuple(none.weight.shape), torch.float64, -images, images),
+        }
 
     def add_shares(self, total: Group, round: int, noise: float = 0.0) -> None:
         """Add the sum of a cohort's shares to the sums, which fade first (or are forgotten).

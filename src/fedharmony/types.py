@@ -199,6 +199,9 @@ class Form(NamedTuple):
     high: float = math.inf
 
 
+#: By group and name, what a tensor must look like.
+Forms: TypeAlias = Mapping[str, Mapping[str, Form]]
+
 #: In the place of a client's id: the sum of a whole cohort.
 EVERYBODY = -1
 

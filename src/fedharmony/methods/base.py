@@ -20,6 +20,7 @@ The hooks, in the order in which a round meets them::
             remember(round, reply)                what the client keeps for its next round
             received(view, message)               where the server sees sums: the own message,
             share(round, view, message, reply)    and what is added to the sum of the cohort
+    server  share_forms(round, message, reply, images)   what such a share must look like
     server  aggregate(state, round, sent, replies)
             evaluation(state)                     the message that normalise sees at evaluation
             predict(outputs, state)               model outputs -> scores in [0, 1]
@@ -30,6 +31,7 @@ Only FedAvg's behaviour is built in; a method overrides what differs.
 from __future__ import annotations
 
 import functools
+import math
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any, ClassVar, Literal, TypeAlias, TypeVar
@@ -37,7 +39,7 @@ from typing import Any, ClassVar, Literal, TypeAlias, TypeVar
 import torch
 from torch import Tensor
 
-from fedharmony.aggregate import ModelMean, weighted
+from fedharmony.aggregate import NUMBERS, ModelMean, weighted
 from fedharmony.config import Checked
 from fedharmony.losses import Batch, LossSettings, task_loss
 from fedharmony.models.base import Head, unstack
@@ -46,8 +48,10 @@ from fedharmony.registry import Registry
 from fedharmony.robust import Robust
 from fedharmony.types import (
     BUFFERS,
+    EVERYBODY,
     PARAMS,
     Form,
+    Forms,
     Group,
     Groups,
     Messages,
@@ -412,6 +416,25 @@ class Method:
     def share(self, round: int, view: ClientView, message: Record, reply: Reply) -> Record:
         """What a client adds to the sum of its cohort: its weighted model, and its own sums."""
         return weighted(reply.record, self.weight(reply))
+
+    def share_forms(self, round: int, message: Record, reply: Forms, images: int) -> Forms:
+        """What :meth:`share` gives where a reply has these forms, of a client with so many images.
+
+        The server asks, and leaves out whoever sends something else: a client cannot claim another
+        weight than that of the images that it has announced.
+        """
+        weight = self.weight(Reply(EVERYBODY, images, Record()))
+        ranges = {"weight": (weight, weight), "examples": (images, images)}
+        ranges |= {"loss": (-math.inf, math.inf), "rows": (0.0, math.inf)}
+        forms = {
+            group: {
+                n: f._replace(dtype=torch.float64)
+                for n, f in own.items()
+                if f.dtype.is_floating_point
+            }
+            for group, own in reply.items()
+        }
+        return {**forms, NUMBERS: {n: Form((), torch.float64, *r) for n, r in ranges.items()}}
 
     # -- server, after ----------------------------------------------------------------------------
 

@@ -78,7 +78,7 @@ from fedharmony.methods.base import (
 from fedharmony.methods.fedharmony_sums import TEACHER
 from fedharmony.models.base import stack
 from fedharmony.rng import derived_seed
-from fedharmony.types import Form, Group, Groups, Messages, Record, Replies, Reply, Tensors
+from fedharmony.types import Form, Forms, Group, Groups, Messages, Record, Replies, Reply, Tensors
 
 CLUSTERS = "clusters"  # state: the clusters of the last round
 
@@ -485,6 +485,11 @@ class FedHarmony(Method):
         return sums.share(
             self, super().share(round, view, message, reply), round, view, message, reply
         )
+
+    def share_forms(self, round: int, message: Record, reply: Forms, images: int) -> Forms:
+        """What :meth:`share` gives, of a client with so many images."""
+        plain = super().share_forms(round, message, reply, images)
+        return sums.share_forms(self, plain, round, message, images)
 
     # -- Eq. (9), (10): aggregation by size and quality --------------------------------------------
 

@@ -16,7 +16,7 @@ import torch
 from fedharmony.aggregate import NUMBERS, scaled, typed
 from fedharmony.consensus import CORRELATION, FOLDED, WEIGHTED
 from fedharmony.methods.base import ClientView, Outcome, members, rounds_of
-from fedharmony.types import BUFFERS, PARAMS, Group, Messages, Record, Replies, Reply
+from fedharmony.types import BUFFERS, PARAMS, Form, Forms, Group, Messages, Record, Replies, Reply
 
 if TYPE_CHECKING:
     from fedharmony.methods.fedharmony import FedHarmony
@@ -113,6 +113,23 @@ def share(
             models[REST + group] = scaled(reply.record.get(group), 1 - trusted)
     made = {name: torch.tensor(value).double() for name, value in numbers.items()}
     return told.replace({**models, NUMBERS: {**told.get(NUMBERS), **made}})
+
+
+def share_forms(
+    method: FedHarmony, plain: Forms, round: int, message: Record, images: int
+) -> Forms:
+    """What :func:`share` gives beside ``plain``, of a client with so many images."""
+    if CORRELATION not in plain:
+        return plain
+    told = {**plain, CORRELATION: method.table(Record()).share_forms(images)}
+    if method.task.private or CONSENSUS not in message.groups:
+        return told
+    part = Form((), torch.float64, 0.0, 1.0)
+    numbers = {"trusted": part, "rest": part, "misfit": part._replace(high=math.inf)}
+    if method.alpha(round) < 1:
+        numbers["quality"] = part
+        told |= {m + group: plain[group] for m in (QUALITY, REST) for group in (PARAMS, BUFFERS)}
+    return {**told, NUMBERS: {**plain[NUMBERS], **numbers}}
 
 
 def aggregate(

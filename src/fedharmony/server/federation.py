@@ -3,7 +3,7 @@
 A round is a list of stages, mostly one. In each, the method makes a message for every client of the
 cohort (``broadcast``), the transport brings replies back (``exchange``), and the method folds them
 into the server's state (``aggregate``). What is between the two is here: who drops out, which
-replies are believed (``server/replies.py``), how many may fail, and what a round's event says.
+replies are believed (``transport/replies.py``), how many may fail, and what a round's event says.
 """
 
 from __future__ import annotations
@@ -23,10 +23,10 @@ from fedharmony.errors import ClientLimitError
 from fedharmony.methods.base import Method, Stage
 from fedharmony.privacy import Noise
 from fedharmony.robust import Robust, Rule
-from fedharmony.server.replies import Forms, out_of_range, problem
 from fedharmony.server.sampling import drops_out
 from fedharmony.server.server_average import ServerAverage
 from fedharmony.transport.base import Transport, answers
+from fedharmony.transport.replies import out_of_range, problem
 from fedharmony.transport.sums import AddedUp, Summing
 from fedharmony.types import (
     BUFFERS,
@@ -34,6 +34,7 @@ from fedharmony.types import (
     PARAMS,
     Failure,
     Form,
+    Forms,
     Messages,
     Record,
     Replies,
@@ -41,6 +42,8 @@ from fedharmony.types import (
 )
 
 Event = dict[str, Any]
+#: Characters of a reason in an event; some are of a client's making.
+LONGEST_REASON = 1000
 AverageRule = (
     Annotated[float, Ge(0), Lt(1)] | Annotated[str, Field(pattern="^(adaptive|last:[1-9][0-9]?)$")]
 )
@@ -123,6 +126,7 @@ class Tally:
     reported: list[int] = field(default_factory=list)
     dropped: list[int] = field(default_factory=list)
     failures: list[Failure] = field(default_factory=list)
+    unused: list[Failure] = field(default_factory=list)
     saved: list[int] = field(default_factory=list)
     weights: dict[int, float] = field(default_factory=dict)
     log: dict[str, float] = field(default_factory=dict)
@@ -144,13 +148,15 @@ class Tally:
 
     def event(self, round: int, cohort: Sequence[int], seconds: float) -> Event:
         """The round as one JSON line."""
+        failures = [*self.failures, *self.unused]
         return {
             "event": "round",
             "round": round,
             "cohort": list(cohort),
             "reported": sorted(self.reported),
             "dropped": self.dropped,
-            "failures": [asdict(f) for f in sorted(self.failures, key=lambda f: f.client)],
+            # Shares in a sum of too few count as failures here, but not for max_failures.
+            "failures": [asdict(f) for f in sorted(failures, key=lambda f: f.client)],
             # Clients whose fast path failed, and who were trained again on the plain one.
             "saved": sorted(self.saved),
             "examples": self.examples,
@@ -212,19 +218,18 @@ class Federation:
                 before, asked = state, cohort
                 if stage.everyone:  # who holds images now: one may have joined since last round
                     asked = sorted(k for k, size in self.transport.sizes.items() if size > 0)
-                if not asked:
-                    continue
-                sent = stage.broadcast(state, round, asked)
-                bring = self._sum if self.settings.server_sees == "sums" else self._replies
-                replies = bring(stage, state, round, sent, tally)
-                outcome = stage.aggregate(state, round, sent, replies)
-                self._enforce_limit(stage, round, len(sent), tally)
-                state = outcome.state
-                if stage.train:
-                    state = average.add(before, state, round)
-                    state = average.shown(state) if round + 1 == len(self.schedule) else state
-                tally.weights.update({k: w for k, w in outcome.weights.items() if k != EVERYBODY})
-                tally.log.update(outcome.log)
+                if asked:
+                    sent = stage.broadcast(state, round, asked)
+                    bring = self._sum if self.settings.server_sees == "sums" else self._replies
+                    replies = bring(stage, state, round, sent, tally)
+                    outcome = stage.aggregate(state, round, sent, replies)
+                    self._enforce_limit(stage, round, len(sent), tally)
+                    tally.weights |= {k: w for k, w in outcome.weights.items() if k != EVERYBODY}
+                    tally.log.update(outcome.log)
+                    state = outcome.state
+                    state = average.add(before, state, round) if stage.train else state
+                if stage.train and round + 1 == len(self.schedule):  # also if nobody was asked
+                    state = average.shown(state)
             observe(tally.event(round, cohort, time.perf_counter() - began))
             after_round(round, state)
             stopping.end_if_asked()
@@ -250,8 +255,10 @@ class Federation:
             tally.failures.append(self._named(answer))
 
     def _named(self, failure: Failure) -> Failure:
+        """A failure with its client's name, and no more of its reason than can be read."""
         known = 0 <= failure.client < len(self.names)
-        return replace(failure, name=self.names[failure.client]) if known else failure
+        name = self.names[failure.client] if known else failure.name
+        return replace(failure, name=name, reason=failure.reason[:LONGEST_REASON])
 
     def _asked(self, round: int, sent: Messages, tally: Tally) -> dict[int, Record]:
         """The messages that arrive, largest clients first; the others drop out."""
@@ -267,18 +274,29 @@ class Federation:
     ) -> Replies:
         """One reply for the whole cohort: the mean model, and sums; nothing of single clients.
 
-        A sum over too few clients says too much of each: it is thrown away.
+        A sum over too few clients says too much of each: it is thrown away, and the event says so.
+        A transport that adds up by itself may have added anything: its sum is looked at.
         """
-        asked = self._asked(round, sent, tally)
-        adds = self.transport if isinstance(self.transport, Summing) else AddedUp(self.transport)
-        total = adds.total(stage, round, asked)
+        asked, expected = self._asked(round, sent, tally), self._expected(stage, state)
+
+        def doubt(share: Reply) -> str | None:
+            images = self.transport.sizes[share.client]
+            forms = self.method.share_forms(round, sent[share.client], expected, images)
+            if self.noise is not None:  # then numbers for events do not leave a client
+                forms = {group: own for group, own in forms.items() if group != NUMBERS}
+            return problem(share.record, forms, share.finite)
+
+        own = self.transport if isinstance(self.transport, Summing) else None
+        total = (own or AddedUp(self.transport, doubt)).total(stage, round, asked)
         tally.failures += map(self._named, total.failures)
         tally.bytes_up += total.nbytes
         tally.saved += total.saved
         least = self.settings.sum_least if self.noise is None else 1
         if total.record is None or len(total.clients) < least:
+            few = f"its sum has {len(total.clients)} shares, federation.sum_least is {least}"
+            tally.unused += (self._named(Failure(k, stage.name, round, few)) for k in total.clients)
             return
-        if (reason := out_of_range(total.record, {}, None)) is not None:
+        if own and (reason := out_of_range(total.record, {}, None)) is not None:
             lost = (Failure(k, stage.name, round, reason) for k in total.clients)
             tally.failures += map(self._named, lost)
             return

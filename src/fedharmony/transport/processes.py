@@ -113,15 +113,12 @@ class Processes:
 def _pack(answer: Reply | Failure) -> bytes:
     if isinstance(answer, Failure):
         return to_bytes(Record(), failure=json.dumps(asdict(answer)))
-    record = answer.record.replace(scalars={"client": answer.client, "examples": answer.examples})
-    return to_bytes(record)
+    about = {name: getattr(answer, name) for name in ("client", "examples", "finite", "saved")}
+    return to_bytes(answer.record, reply=json.dumps(about))
 
 
 def _unpack(data: bytes, device: torch.device) -> Reply | Failure:
     header = header_of(data)
     if "failure" in header:
         return Failure(**json.loads(header["failure"]))
-    record = from_bytes(data)
-    scalars = dict(record.scalars)
-    client, examples = int(scalars.pop("client")), int(scalars.pop("examples"))
-    return Reply(client, examples, Record(record.groups, scalars).to(device))
+    return Reply(record=from_bytes(data).to(device), **json.loads(header["reply"]))

@@ -12,13 +12,18 @@ process) that could look at what it adds. What goes into ``aggregate`` is the sa
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from dataclasses import dataclass
-from typing import Protocol, runtime_checkable
+from typing import Protocol, TypeAlias, runtime_checkable
 
 from fedharmony.aggregate import added
 from fedharmony.methods.base import Stage
 from fedharmony.transport.base import Transport, answers
-from fedharmony.types import Failure, Messages, Record, Reply, shapes_of
+from fedharmony.transport.replies import out_of_range
+from fedharmony.types import Failure, Messages, Record, Reply
+
+#: Why a reply or share cannot be used, or None.
+Doubt: TypeAlias = Callable[[Reply], str | None]
 
 
 @dataclass(frozen=True)
@@ -43,35 +48,33 @@ class Summing(Protocol):
         """The sum of the shares of all clients that could give one."""
 
 
+def _not_finite(share: Reply) -> str | None:
+    return out_of_range(share.record, {}, share.finite)
+
+
 class AddedUp:
     """Adds up, in the open, the shares that a transport brings back.
 
-    A share that is not finite is left out by its client; one that has another form than the first
-    is left out here. Nothing else can be checked of a share: what bears lies (``robust.py``) needs
-    replies.
+    ``doubt`` says why a share cannot be added, or None; its client alone is left out. A share that
+    has the right form may still lie: what bears lies (``robust.py``) needs replies.
     """
 
-    def __init__(self, transport: Transport) -> None:
-        self._transport = transport
+    def __init__(self, transport: Transport, doubt: Doubt = _not_finite) -> None:
+        self._transport, self._doubt = transport, doubt
 
     def total(self, stage: Stage, round: int, messages: Messages) -> Total:
         """The sum, in the order of messages, so that it has the same bits every time."""
         total: Record | None = None
-        form: object = None
         clients, saved, failures, nbytes = list[int](), list[int](), list[Failure](), 0
         for answer in answers(self._transport, stage, round, messages):
             if isinstance(answer, Reply):
-                found = {group: shapes_of(t) for group, t in answer.record.groups.items()}
-                if answer.finite is False:
-                    reason = "its share holds a value that is not finite"
-                elif form not in (None, found):
-                    reason = "its share has another form than those before it"
-                else:
-                    form, total = found, added(total, answer.record)
+                reason = self._doubt(answer)
+                if reason is None:
+                    total = added(total, answer.record)
                     nbytes += answer.record.nbytes
                     clients.append(answer.client)
                     saved += [answer.client] if answer.saved else []
                     continue
-                answer = Failure(answer.client, stage.name, round, reason)
+                answer = Failure(answer.client, stage.name, round, f"its share: {reason}")
             failures.append(answer)
         return Total(total, tuple(clients), tuple(failures), nbytes, tuple(saved))

@@ -1,18 +1,15 @@
-"""Whether a reply can be used: it has what was asked for, in its form, finite and in range."""
+"""Whether a reply or share can be used: it has what was asked for, in its form, and in range."""
 
 from __future__ import annotations
 
 import math
 from collections.abc import Mapping
-from typing import TypeAlias
 
 import torch
 from torch import Tensor
 
-from fedharmony.types import LARGEST, Form, Group, Packed, Record, shapes_of
-
-#: By group and name, what a tensor must look like.
-Forms: TypeAlias = Mapping[str, Mapping[str, Form]]
+from fedharmony.errors import shown
+from fedharmony.types import LARGEST, Form, Forms, Group, Packed, Record, shapes_of
 
 #: How far a number may lie outside of its range by rounding.
 ROUNDING = 1e-6
@@ -22,7 +19,7 @@ _ANY = (-math.inf, math.inf)
 def problem(record: Record, expected: Forms, finite: bool | None = None) -> str | None:
     """Why a reply cannot be used, or None: a tensor is missing, or does not have its form.
 
-    ``finite``: the values are known to be finite and need no look.
+    ``finite``: whether the values are finite, where its client knows; if so they need no look.
 
     >>> expected = {"params": {"w": Form((1,), low=0.0)}}
     >>> problem(Record({"params": {"w": torch.tensor([float("nan")])}}), expected)
@@ -41,9 +38,9 @@ def problem(record: Record, expected: Forms, finite: bool | None = None) -> str 
     if (reason := out_of_range(record, expected, finite)) is not None:
         return reason
     for name, value in record.scalars.items():
-        if isinstance(value, str) or not math.isfinite(value):
-            return f"{name} is {value!r}, no finite number"
-    return None
+        if isinstance(value, str) or not abs(value) <= LARGEST:  # a whole number has no largest
+            return f"{name} is {shown(value)}, no finite number up to {LARGEST:.2g}"
+    return None if finite is not False else "it holds a value that is not finite"
 
 
 def _misformed(group: str, tensors: Group, forms: Mapping[str, Form]) -> str | None:
