@@ -131,13 +131,13 @@ def test_rounding_down_keeps_the_order_of_images_out() -> None:
         ("pairs", torch.full((7, 5, 5), torch.nan), "not numbers"),
         ("pairs", torch.zeros(7, 5, 5), "not those of its scores"),
         ("pairs", torch.zeros(7, 4, 4), "missing"),
-        ("known", torch.full((5,), 61), "not as many"),
+        ("known", torch.full((5,), 61), "more images than it says"),
         ("known", torch.full((5,), -1), "how many scores"),
         ("scores", torch.full((300,), 2.0), "outside"),
         ("hits", torch.ones(3), "not as many"),
         ("bins", torch.zeros(5, 2, 7), "another form"),
         ("bins", torch.full((5, 2, BINS + 1), -1), "another form"),
-        ("bins", torch.full((5, 2, BINS + 1), 2**31 - 1, dtype=torch.int32), "too large"),
+        ("bins", torch.full((5, 2, BINS + 1), 2**31 - 1, dtype=torch.int32), "not as many"),
     ],
 )
 def test_what_cannot_be_true_is_refused(name: str, value: torch.Tensor, reason: str) -> None:

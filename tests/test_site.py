@@ -113,7 +113,7 @@ def test_a_label_may_be_left_out() -> None:
 
 @given(
     st.dictionaries(st.text(max_size=5), st.integers() | st.text(max_size=9), max_size=3),
-    st.dictionaries(st.text("ab/", min_size=1, max_size=4), st.binary(max_size=40), max_size=3),
+    st.dictionaries(st.text("ab/", min_size=1, max_size=4), st.binary(max_size=40), max_size=2),
 )
 def test_a_parcel_comes_back_as_it_was(words: dict[str, Any], parts: dict[str, bytes]) -> None:
     parcel = Parcel("stage", words, parts)

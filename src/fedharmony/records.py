@@ -16,9 +16,12 @@ from safetensors import SafetensorError, safe_open
 
 from fedharmony.errors import CheckpointError
 from fedharmony.files import write_atomically
+from fedharmony.reading import parse_json
 from fedharmony.types import Group, Record, Tensors
 
 FORMAT = "fedharmony-record-1"
+#: Bytes of a header in a message: some ten thousand tensors, which take ten times that in memory.
+LONGEST_HEADER = 1 << 20
 
 
 def digest(record: Record) -> str:
@@ -89,16 +92,17 @@ def from_bytes(data: bytes) -> Record:
 
 def header_of(data: bytes) -> dict[str, str]:
     """What :func:`to_bytes` wrote into the header."""
-    length = int.from_bytes(data[:8], "little")
-    return dict(json.loads(data[8 : 8 + length])["__metadata__"])
+    if (length := int.from_bytes(data[:8], "little")) > LONGEST_HEADER:
+        raise ValueError(f"its header is longer than {LONGEST_HEADER:,} bytes")
+    return dict(parse_json(data[8 : 8 + length])["__metadata__"])
 
 
 def _assemble(header: Mapping[str, str], tensors: Group) -> Record:
     groups: dict[str, Tensors] = {
         group: {name: tensors[f"{group}/{name}"] for name in names}
-        for group, names in json.loads(header["groups"]).items()
+        for group, names in parse_json(header["groups"]).items()
     }
-    return Record(groups, json.loads(header["scalars"]))
+    return Record(groups, parse_json(header["scalars"]))
 
 
 def save_record(path: Path, record: Record) -> str:

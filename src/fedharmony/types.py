@@ -199,6 +199,9 @@ class Form(NamedTuple):
     high: float = math.inf
 
 
+#: More images than any client has: what it claims is bounded before anybody computes with it.
+MOST_IMAGES = 10**9
+
 #: By group and name, what a tensor must look like.
 Forms: TypeAlias = Mapping[str, Mapping[str, Form]]
 

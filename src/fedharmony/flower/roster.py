@@ -19,6 +19,7 @@ from fedharmony.flower.post import Post, collect, pause
 from fedharmony.server.federation import FederationSettings
 from fedharmony.server.sampling import Cohorts, Schedule, cohort_size
 from fedharmony.site.parcel import ENROL, FAILED, REPLY, Parcel
+from fedharmony.types import MOST_IMAGES
 
 logger = logging.getLogger(__name__)
 
@@ -26,6 +27,8 @@ logger = logging.getLogger(__name__)
 #: all of its sites: relays whose SuperLink was away come back one after the other, and with all of
 #: them the rounds draw the cohorts that they would have drawn.
 ENROL_S, REJOIN_S = 300.0, 60.0
+#: Characters of a site's name, and of the hash of its data.
+LONGEST_TEXT = 200
 
 
 @dataclass(frozen=True)
@@ -243,10 +246,11 @@ class Roster:
 
 def _enrolled(who: str, words: Mapping[str, Any]) -> tuple[str, Enrolled]:
     name, images, bound = (words.get(key) for key in ("site", "images", "bound"))
-    whole = isinstance(images, int) and not isinstance(images, bool) and images > 0
-    if not (isinstance(name, str) and name and whole and isinstance(bound, str)):
+    whole = type(images) is int and 0 < images <= MOST_IMAGES
+    texts = all(isinstance(text, str) and 0 < len(text) <= LONGEST_TEXT for text in (name, bound))
+    if not (whole and texts):
         raise TransportError(f"{who}: its answer does not say who it is and what it has")
-    return name, Enrolled(int(str(images)), bool(words.get("unknown")), bound)
+    return str(name), Enrolled(int(str(images)), bool(words.get("unknown")), str(bound))
 
 
 @dataclass(frozen=True)

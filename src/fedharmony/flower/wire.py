@@ -16,7 +16,7 @@ from typing import TYPE_CHECKING, Any
 from flwr.app import Array, ArrayRecord, ConfigRecord, Message, MessageType, RecordDict
 
 from fedharmony.errors import TransportError
-from fedharmony.site.parcel import Parcel, checked, checked_words
+from fedharmony.site.parcel import MOST_REASON, Parcel, checked, checked_words
 
 if TYPE_CHECKING:
     from flwr.serverapp import Grid
@@ -45,7 +45,7 @@ def parcel_of(content: RecordDict) -> Parcel:
     """The parcel behind :func:`content_of`; anything else is a :class:`TransportError`."""
     try:
         about, arrays = content.config_records[ABOUT], content.array_records[PARTS]
-        words = checked_words(str(about["words"]))
+        words = checked_words(about["words"])
     except (KeyError, ValueError) as error:
         raise TransportError(f"A message is no parcel: {error}.") from None
     return checked(Parcel(str(about["kind"]), words, {n: a.data for n, a in arrays.items()}))
@@ -78,7 +78,8 @@ class GridPost:
         for message in self._grid.pull_messages(numbers) if numbers else ():
             number = message.metadata.reply_to_message_id
             if message.has_error():
-                answers[number] = f"Flower says: {message.error.reason} ({message.error.code})"
+                reason = str(message.error.reason)[:MOST_REASON]
+                answers[number] = f"Flower says: {reason} ({message.error.code})"
                 continue
             try:
                 answers[number] = parcel_of(message.content)

@@ -31,10 +31,12 @@ from fedharmony.metrics.multilabel import (
     mean_average_precision,
 )
 from fedharmony.metrics.structure import StructureResult, compare
-from fedharmony.types import Labels, Tensors
+from fedharmony.types import MOST_IMAGES, Labels, Tensors
 
 #: Equal intervals of [0, 1] in which scores are counted.
 BINS = 4096
+#: Cells of a table of scores that counts of a part may stand for: 125,000 images by 80 labels.
+ROOM = 10_000_000
 #: Types of the tensors of a part.
 TYPES = {
     "pairs": torch.float64,
@@ -147,16 +149,23 @@ def read_part(
         raise DataError("its sums over pairs of labels are missing, or not numbers")
     if known is None or known.shape != (classes,) or not bool((known >= 0).all()):
         raise DataError("it does not say how many scores each label has")
-    counts = known.numpy()
+    counts, sent = known.numpy(), tensors.get("scores", torch.zeros(0)).numel()
+    if not 0 <= counts.max(initial=0) <= images <= MOST_IMAGES:
+        raise DataError(f"it has scores of more images than it says, or than {MOST_IMAGES:,}")
+    if (cells := int(counts.max(initial=0)) * classes) > max(ROOM, 2 * sent):
+        raise DataError(
+            f"its scores take a table of {cells:,} cells, and the server has room for {ROOM:,}, or "
+            "for twice as many as are sent one by one (policy.evaluation = 'scores')"
+        )
     if "bins" in tensors:
-        scores, hits = _of_bins(tensors["bins"], classes, options.threshold)
+        scores, hits = _of_bins(tensors["bins"], counts, options.threshold)
     else:
         scores = tensors.get("scores", torch.zeros(0)).numpy()
         hits = tensors.get("hits", torch.zeros(0)).numpy().astype(np.bool_)
+    if not len(scores) == len(hits) == counts.sum():
+        raise DataError("its scores are not as many as it says")
     part = Part(images, scores, hits, counts, pairs, "bins" not in tensors)
     positives = [int(hits[part.of_label(c)].sum()) for c in range(classes)]
-    if not (len(scores) == len(hits) == counts.sum()) or counts.max(initial=0) > images:
-        raise DataError("its scores are not as many as it says")
     if len(scores) and not (scores.min() >= 0 and scores.max() <= 1):
         raise DataError("it has scores outside of [0, 1]")
     told = (pairs[0].diagonal().tolist(), pairs[4].diagonal().tolist())
@@ -165,13 +174,18 @@ def read_part(
     return part
 
 
-def _of_bins(bins: Tensor, classes: int, threshold: float) -> tuple[npt.NDArray[np.float32], Bools]:
-    """Scores on boundaries, ascending label by label, and whether each is a hit."""
-    edges = boundaries(threshold)
+def _of_bins(
+    bins: Tensor, known: Counts, threshold: float
+) -> tuple[npt.NDArray[np.float32], Bools]:
+    """Scores on boundaries, ascending label by label, and whether each is a hit.
+
+    What a label's counts add up to is looked at before that many scores are made of them.
+    """
+    edges, classes = boundaries(threshold), len(known)
     if bins.shape != (classes, 2, len(edges)) or not bool((bins >= 0).all()):
         raise DataError("its counts of scores have another form")
-    if int(bins.sum(dtype=torch.int64)) > 1 << 32:
-        raise DataError("its counts of scores are too large")
+    if bins.sum((1, 2), dtype=torch.int64).tolist() != known.tolist():
+        raise DataError("its scores are not as many as it says")
     counts = bins.mT.reshape(-1).numpy()  # label, boundary, absent before present
     scores = np.tile(np.repeat(edges, 2), classes)
     hits = np.tile(np.array([False, True]), classes * len(edges))

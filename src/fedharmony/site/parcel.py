@@ -21,7 +21,7 @@ import numpy as np
 from safetensors import SafetensorError
 from safetensors.numpy import load, save
 
-from fedharmony.errors import FedHarmonyError, TransportError
+from fedharmony.errors import FedHarmonyError, TransportError, shown
 from fedharmony.reading import parse_json
 
 FORMAT = "fedharmony-parcel-1"
@@ -33,8 +33,9 @@ ENROL, STAGE, MEASURE, STATUS, REPLY, REFUSED, FAILED = (
 KINDS = (ENROL, STAGE, MEASURE, STATUS, REPLY, REFUSED, FAILED)
 #: The most bytes of a parcel, unless a site says otherwise: a ViT-L with its Fisher information.
 LIMIT = 4 << 30
-#: The most parts, and bytes of the words.
-MOST_PARTS, MOST_WORDS = 64, 16 << 20
+#: The most parts (``site/records.py`` makes two), characters of the words, and of a reason. JSON
+#: takes up to thirty times its length in memory.
+MOST_PARTS, MOST_WORDS, MOST_REASON = 2, 1 << 20, 1000
 #: Bytes read from a socket at a time.
 PIECE = 1 << 20
 
@@ -60,7 +61,8 @@ class Parcel:
     @property
     def reason(self) -> str:
         """Why a site did not do what it was asked."""
-        return str(self.words.get("reason", "it gave no reason"))
+        reason = self.words.get("reason")
+        return reason[:MOST_REASON] if isinstance(reason, str) else "it gave no reason"
 
     def to_bytes(self) -> bytes:
         """As one safetensors file."""
@@ -73,6 +75,8 @@ class Parcel:
         """The parcel behind :meth:`to_bytes`; anything else is a :class:`TransportError`."""
         try:
             length = int.from_bytes(data[:8], "little")
+            if length > 2 * MOST_WORDS:  # words within a header are escaped
+                raise ValueError(f"its header is longer than {2 * MOST_WORDS:,} bytes")
             header = parse_json(data[8 : 8 + length])["__metadata__"]
             if header["format"] != FORMAT:
                 raise ValueError(f"it is {header['format']}, not {FORMAT}")
@@ -92,10 +96,10 @@ def failed(error: Exception) -> Parcel:
     return Parcel(FAILED, {"reason": str(error) if known else f"{type(error).__name__}: {error}"})
 
 
-def checked_words(text: str) -> dict[str, Any]:
+def checked_words(text: Any) -> dict[str, Any]:
     """JSON text as the words of a parcel, or a ValueError."""
-    if len(text) > MOST_WORDS:
-        raise ValueError(f"its words are longer than {MOST_WORDS:,} bytes")
+    if not isinstance(text, str) or len(text) > MOST_WORDS:
+        raise ValueError(f"its words are no text of at most {MOST_WORDS:,} characters")
     words = parse_json(text)
     if not isinstance(words, dict):
         raise ValueError("its words are no JSON object")
@@ -106,8 +110,8 @@ def checked(parcel: Parcel) -> Parcel:
     """The same parcel; one that nobody could have sent is refused."""
     if parcel.kind not in KINDS or len(parcel.parts) > MOST_PARTS:
         raise TransportError(
-            f"A parcel of kind {parcel.kind!r} with {len(parcel.parts)} parts came in, which no "
-            "version of fedharmony sends. Look at who sent it."
+            f"A parcel of kind {shown(parcel.kind)} with {len(parcel.parts)} parts came in, which "
+            "no version of fedharmony sends. Look at who sent it."
         )
     return parcel
 

@@ -2,14 +2,12 @@
 
 from __future__ import annotations
 
-import json
 from collections.abc import Mapping, Sequence
 from typing import Any
 
-from safetensors import SafetensorError
 from torch import Tensor
 
-from fedharmony.errors import TransportError
+from fedharmony.errors import TransportError, shown
 from fedharmony.records import from_bytes, to_bytes
 from fedharmony.site.parcel import Parcel
 from fedharmony.types import Record, Scalar
@@ -59,11 +57,11 @@ def record_of(parts: Mapping[str, bytes], scalars: Mapping[str, Scalar]) -> Reco
     for name, data in parts.items():
         try:
             found = from_bytes(data).groups
-        except (SafetensorError, KeyError, ValueError, TypeError, json.JSONDecodeError) as error:
+        except Exception as error:  # whatever a parser makes of bytes that anybody may have sent
             raise TransportError(
-                f"Part {name!r} of a parcel is damaged: {type(error).__name__}: {error}."
+                f"Part {shown(name)} of a parcel is damaged: {type(error).__name__}: {error}."
             ) from None
         if twice := groups.keys() & found.keys():
-            raise TransportError(f"Two parts of a parcel hold the group {min(twice)!r}.")
+            raise TransportError(f"Two parts of a parcel hold the group {shown(min(twice))}.")
         groups |= found
     return Record(groups, dict(scalars))
