@@ -35,6 +35,7 @@ LAYERS = [
         "aggregate",
         "robust",
         "privacy",
+        "solve",
     },
     {"data"},
     {"partition"},

@@ -43,6 +43,10 @@ class TransportError(FedHarmonyError):
     """A message between a server and a site cannot be sent, read, or believed."""
 
 
+class NumericalError(FedHarmonyError):
+    """Equations have no solution, or none that can be trusted."""
+
+
 class PolicyError(FedHarmonyError):
     """A site refuses what a server asks: its own rules or data do not allow it."""
 

@@ -20,6 +20,7 @@ them out would need one Gram matrix per label. No official code is known.
 
 from __future__ import annotations
 
+import logging
 import math
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
@@ -31,11 +32,14 @@ from annotated_types import Ge, Gt
 from torch import Tensor
 
 from fedharmony.correlation import pack_upper, unpack_upper
-from fedharmony.errors import ConfigError
+from fedharmony.errors import ConfigError, NumericalError
 from fedharmony.losses import Batch, task_loss
 from fedharmony.methods.base import Method, Outcome, Stage, Sweep, methods, stacked, zeros
 from fedharmony.models.heads import SphereHead
+from fedharmony.solve import solve_spd
 from fedharmony.types import FROZEN, Form, Group, Groups, Messages, Record, Replies, Tensors
+
+logger = logging.getLogger(__name__)
 
 SUMS = "sums"  # reply of "calibrate": A_k and B_k
 COUNTS = "counts"  # reply of "count": labels and images of a client
@@ -194,7 +198,11 @@ class SphereFed(Method):
         size = len(total["b"])
         gram = unpack_upper(total["a"], size)
         ridge = self.config.ridge * gram.diagonal().mean()
-        solved = torch.linalg.solve(gram + ridge * torch.eye(size).to(gram), total["b"]).mT
+        try:
+            solved = solve_spd(gram + ridge * torch.eye(size).to(gram), total["b"]).mT
+        except NumericalError as error:
+            logger.warning("The classifier stays uncalibrated: %s", error)
+            return Outcome(state, log={"not_calibrated": 1.0})
         seen = total["b"][-1] > 0  # the constant's row counts each label's positives
         fixed = state.get(FROZEN)
         fitted = {

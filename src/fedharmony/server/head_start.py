@@ -29,6 +29,7 @@ arXiv 2602.01186).
 
 from __future__ import annotations
 
+import logging
 import math
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
@@ -37,14 +38,17 @@ import torch
 from torch import Tensor
 
 from fedharmony.engine.head_sums import SUMS, gram_of, head_sums, matrices
-from fedharmony.errors import ConfigError
+from fedharmony.errors import ConfigError, NumericalError
 from fedharmony.methods.base import Method, Outcome, Stage
 from fedharmony.models.base import Head
 from fedharmony.rng import numpy_rng
 from fedharmony.server.federation import FederationSettings
 from fedharmony.server.head_trust import trusted
+from fedharmony.solve import solve_spd
 from fedharmony.terminal import warn_once
 from fedharmony.types import PARAMS, Messages, Record, Replies, Tensors
+
+log = logging.getLogger(__name__)
 
 #: Bytes that a client may send at most where each label has a matrix of its own.
 LARGEST_REPLY = 256 * 10**6
@@ -125,7 +129,11 @@ class HeadStart:
             return Outcome(state)
         params = state.get(PARAMS)
         before = params["head.weight"] * self.scale
-        head = solve(gram_of(total), total["cross"], self.ridge, before, noise)
+        try:
+            head = solve(gram_of(total), total["cross"], self.ridge, before, noise)
+        except NumericalError as error:
+            log.warning("The head stays as it was drawn (federation.head_start): %s", error)
+            return Outcome(state, log={"head_not_solved": 1.0})
         head["head.weight"] /= self.scale
         fitted = {name: tensor.to(params[name].dtype) for name, tensor in head.items()}
         return Outcome(state.replace({PARAMS: {**params, **fitted}}))
@@ -160,11 +168,11 @@ def solve(gram: Tensor, cross: Tensor, ridge: float, weight: Tensor, noise: floa
     penalised = covariance + shift[:, None, None] * torch.eye(size).to(covariance)
     seen = (cross[:, -1] > 2 * noise) & (images - cross[:, -1] > 2 * noise)
     if len(gram) == 1:
-        solved = torch.linalg.solve(penalised[0], moved.mT).mT
+        solved = solve_spd(penalised[0], moved.mT).mT
     else:  # of a label that nobody knows, the matrix is zero
         identity = torch.eye(size).to(covariance)
         penalised = torch.where(seen[:, None, None], penalised, identity)
-        solved = torch.linalg.solve(penalised, moved.unsqueeze(-1)).squeeze(-1)
+        solved = solve_spd(penalised, moved.unsqueeze(-1)).squeeze(-1)
     spread = prior * (1 - prior)
     explained = (solved * moved).sum(-1) / spread
     scale = spread * (1 - explained).clamp(min=LEAST_UNEXPLAINED)

@@ -7,8 +7,8 @@ say how well any linear head v fits the images behind them, without the images::
 
 So the head is fitted to all clients, those that it fits far worse than the median client are left
 out, and this is done over until nobody comes or goes: least squares with outliers trimmed, client
-by client. Sums that cannot be true are left out first: of more images than the client announced, or
-with more images of a label than there are.
+by client. Sums that cannot be true are left out first: of more images than the client announced,
+with more images of a label than there are, or no sums of squares.
 
 What passes: lies that fit as well as the truth, for instance of a client that swaps two labels
 alike. All sums are held until the last reply.
@@ -24,10 +24,13 @@ from torch import Tensor
 
 from fedharmony.engine.head_sums import gram_of
 from fedharmony.robust import median
+from fedharmony.solve import solve_spd
 from fedharmony.types import Group
 
 #: Left out is whose error per image and label is above this many medians.
 TOO_MUCH = 2.0
+#: How far below 0 an eigenvalue may lie by rounding, in units of the largest diagonal entry.
+ROUNDING = 1e-9
 #: How often the head is fitted over.
 FITS = 10
 
@@ -52,9 +55,17 @@ def trusted(sums: Sequence[Group], images: Sequence[int], ridge: float) -> list[
 
 
 def _can_be_true(sums: Group, images: int) -> bool:
-    """Whether no more images, and of no label more than these, stand behind the sums."""
+    """Whether no more images, and of no label more than these, stand behind the sums.
+
+    And whether A_k is a sum of squares, so that no v gives a negative vᵀA_k v.
+    """
     counted, positive = sums["gram"][:, -1], sums["cross"][:, -1]  # the constant's last entries
-    return bool((counted <= images + 0.5).all() and (positive <= counted + 0.5).all())
+    if not bool((counted <= images + 0.5).all() and (positive <= counted + 0.5).all()):
+        return False
+    gram = gram_of(sums)
+    rounding = ROUNDING * gram.diagonal(dim1=-2, dim2=-1).abs().amax(-1).clamp(min=1e-12)
+    shifted = gram + rounding[:, None, None] * torch.eye(gram.shape[-1]).to(gram)
+    return not bool(torch.linalg.cholesky_ex(shifted).info.any())
 
 
 def _fit(sums: Sequence[Group], ridge: float) -> Tensor:
@@ -64,8 +75,7 @@ def _fit(sums: Sequence[Group], ridge: float) -> Tensor:
     size = gram.shape[-1]
     shift = ridge * gram.diagonal(dim1=-2, dim2=-1).mean(-1).clamp(min=1e-12)
     penalised = gram + shift[:, None, None] * torch.eye(size).to(gram)
-    fitted: Tensor = torch.linalg.solve(penalised, cross.unsqueeze(-1)).squeeze(-1)
-    return fitted
+    return solve_spd(penalised, cross.unsqueeze(-1)).squeeze(-1)
 
 
 def _error(sums: Group, head: Tensor) -> float:
