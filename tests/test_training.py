@@ -42,6 +42,7 @@ from fedharmony.experiments.evaluate import evaluate
 from fedharmony.experiments.folder import RunFolder
 from fedharmony.experiments.machine import choose_mode, keep_to_share, switch_torch
 from fedharmony.experiments.settings import EngineSettings, load_settings
+from fedharmony.losses import LossSettings
 from fedharmony.methods.base import methods
 from fedharmony.metrics import evaluate as metrics_of
 from fedharmony.models.base import InputSpec, Model, models, stack
@@ -75,6 +76,28 @@ def test_fixed_memory_and_few_shapes_train_like_exact_stacks(name: str, stack: i
     models = [Record({PARAMS: state.get(PARAMS)}) for state in (plain, fixed)]
     assert largest_difference(*models) < 1e-9
     assert largest_difference(plain, fixed) < 1e-7  # some methods keep statistics in float32
+
+
+@pytest.mark.filterwarnings("ignore:The .grad attribute")
+@pytest.mark.parametrize("name", ["fedavg", "fedharmony"])
+@pytest.mark.parametrize(
+    "mode",
+    [ComputeMode(), FIXED, ComputeMode(compile=True, backend="eager")],
+    ids=["plain", "fixed", "compiled"],
+)
+def test_a_stack_of_any_width_trains_as_each_client_alone(name: str, mode: ComputeMode) -> None:
+    """1 to 40 clients: widths that few shapes round up, and widths that they leave as they are."""
+    options: dict[str, Any] = {"sizes": [5] + [4] * 20 + [3] * 19, "dtype": torch.float64}
+    options |= {"loss": LossSettings(name="balanced"), "rounds": 2, "epochs": 1}
+    state, _ = Toy(name, **options | {"rounds": 1}, stack=40).run()
+    alone, together = Toy(name, **options), Toy(name, **options, mode=mode)
+    stage = alone.method.stages(1)[-1]
+    sent = stage.broadcast(state, 1, list(range(40)))
+    expected = [alone.trainer.run(stage, 1, {k: sent[k]})[0].record for k in sent]
+    for width in range(1, 41):
+        stacked = together.trainer.run(stage, 1, {k: sent[k] for k in range(width)})
+        for reply, record in zip(stacked, expected, strict=False):
+            assert largest_difference(reply.record, record) < 1e-12
 
 
 @pytest.mark.parametrize("name", ["fedavg", "fedharmony"])

@@ -7,6 +7,7 @@ from dataclasses import dataclass, replace
 
 import torch
 
+from fedharmony.engine.shapes import Shapes
 from fedharmony.types import Group, Tensors
 
 
@@ -18,7 +19,7 @@ class ComputeMode:
         half: products in bfloat16; parameters, moments, losses and correlations stay float32.
         graphs: record each shape of step once as a CUDA graph.
         compile: compile the parts of the backbone, and the optimiser's pass, by ``backend``.
-        fixed: keep tensors in place and shapes few, as graphs need it, even without graphs.
+        fixed: keep tensors in place and shapes few, as for compiled and recorded steps.
         share: part of a GPU's memory that the run may take.
     """
 
@@ -43,9 +44,9 @@ class ComputeMode:
         return ComputeMode(share=self.share)
 
     @property
-    def few_shapes(self) -> bool:
-        """Whether a new shape is expensive."""
-        return self.graphs or self.compile or self.fixed
+    def shapes(self) -> Shapes:
+        """Sizes of tensors: few, where a new shape is expensive."""
+        return Shapes(self.graphs or self.compile or self.fixed)
 
     def autocast(self, device: torch.device) -> AbstractContextManager[object]:
         """Where products are taken in half precision."""
@@ -68,32 +69,3 @@ class ComputeMode:
         """Stacked tensors as the model reads them."""
         half = self.halved(tensors)
         return {n: t.bfloat16() if n in half else t for n, t in tensors.items()}
-
-    def rows(self, most: int, batch_size: int) -> int:
-        """Rows of a batch that must hold ``most`` images: exactly, or the next of few sizes.
-
-        >>> recorded = ComputeMode(graphs=True)
-        >>> ComputeMode().rows(5, 16), recorded.rows(5, 16), recorded.rows(11, 11)
-        (5, 6, 11)
-        """
-        most = min(most, batch_size)
-        return min(batch_size, rounded_up(most)) if self.few_shapes else most
-
-    def width(self, clients: int) -> int:
-        """Width of a program for so many clients, likewise.
-
-        >>> recorded = ComputeMode(graphs=True)
-        >>> ComputeMode().width(9), [recorded.width(w) for w in (1, 3, 5, 9, 17, 33)]
-        (9, [1, 3, 5, 9, 18, 36])
-        """
-        return rounded_up(clients, bits=4) if self.few_shapes else clients
-
-
-def rounded_up(number: int, bits: int = 2) -> int:
-    """The next number with no more than so many leading bits: few sizes, little added.
-
-    >>> [rounded_up(n) for n in (1, 2, 3, 5, 7, 9, 13, 17)], rounded_up(17, bits=3)
-    ([1, 2, 3, 6, 8, 12, 16, 24], 20)
-    """
-    grain: int = 1 << max(0, (number - 1).bit_length() - bits)
-    return -(-number // grain) * grain

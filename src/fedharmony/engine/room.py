@@ -11,7 +11,8 @@ from dataclasses import dataclass
 
 import torch
 
-from fedharmony.engine.compute_mode import ComputeMode, rounded_up
+from fedharmony.engine.compute_mode import ComputeMode
+from fedharmony.engine.shapes import rounded_up
 from fedharmony.models.base import Model
 from fedharmony.types import Group
 

@@ -56,7 +56,7 @@ class Sweeper:
         """One pass over each client's data in stored order, with its own parameters and buffers."""
         message = StackedMessage([messages[k] for k in clients])
         seen = [self.data.some(round, k, sweep.limit) for k in clients]
-        size = self.mode.rows(len(seen[0]), self._room(sweep, tensors)[0])
+        size = self.mode.shapes.rows(len(seen[0]), self._room(sweep, tensors)[0])
         plan = plan_batches([index[None] for index in seen], size)
         index = self.data.upload(plan.index)
         read = tensors if sweep.reads == "gradients" else self.mode.lowered(tensors)
@@ -67,7 +67,7 @@ class Sweeper:
             params, groups = narrow(read, width), message.first(width)
             kept = narrow(buffers, width)
             part = narrow(carry, width)
-            exact, fetch = not self.mode.few_shapes, sweep.reads != "labels"
+            exact, fetch = not self.mode.shapes.few, sweep.reads != "labels"
             looks = self.data.looks(plan, index, range(first, last), width, exact, fetch)
             for step, (shown, pixels) in enumerate(looks, start=first):
                 rows = slice(step * size, step * size + shown.shape[1])

@@ -21,6 +21,7 @@ from fedharmony.engine.compute_mode import ComputeMode
 from fedharmony.engine.gpu.graphs import Program, Recorder, StepInput
 from fedharmony.engine.lanes import Lanes, Trained
 from fedharmony.engine.optimise import TrainSettings
+from fedharmony.engine.shapes import padded
 from fedharmony.engine.stacking import StackedMessage, constants, narrow
 from fedharmony.engine.step import Show, StackState, Step
 from fedharmony.methods.base import Method, Sweep
@@ -47,7 +48,7 @@ class Trainer:
     ) -> None:
         self.step = Step(model, method, settings, data, mode, changes, show)
         self.method, self.settings, self.data = method, settings, data
-        self.mode, self.frozen, self.changes = mode, frozen, changes
+        self.mode, self.shapes, self.frozen, self.changes = mode, mode.shapes, frozen, changes
         self._lanes: Lanes | None = None
         self._states: dict[object, StackState] = {}
         #: Recorded steps by state, width, rows, and whether a sweep is folded in.
@@ -56,7 +57,7 @@ class Trainer:
 
     def rows(self, client: int) -> int:
         """Rows of a batch in a stack whose largest client this is."""
-        return self.mode.rows(self.data.sizes[client], self.settings.batch_size)
+        return self.shapes.rows(self.data.sizes[client], self.settings.batch_size)
 
     def train(
         self,
@@ -67,10 +68,10 @@ class Trainer:
         tick: Tick,
     ) -> tuple[Trained, Plan, Tensors]:
         """Train a stack, largest client first; with a sweep, its result over the last epoch."""
-        data, settings, mode = self.data, self.settings, self.mode
+        data, settings, shapes = self.data, self.settings, self.shapes
         orders = [data.epochs(round, k, settings.epochs) for k in clients]
         plan = plan_batches(orders, self.rows(clients[0]))
-        wide, batch = mode.width(len(clients)), settings.batch_size
+        wide, batch = shapes.lanes(len(clients)), settings.batch_size
         drawn = functools.partial(data.drawn, round, clients, plan, wide, batch)
         draws = drawn(self.method.draw, "draws") if self.method.draws else {}
         change = functools.partial(draw_changes, self.changes)
@@ -82,7 +83,7 @@ class Trainer:
         index = data.upload(plan.widened(lanes.size))
         final = data.upload(plan.final_epoch(settings.epochs, lanes.size)) if sweep else None
         for first, last, width, folds in plan.segments(settings.epochs if sweep else None):
-            wide = min(lanes.size, mode.width(width))
+            wide = shapes.lanes(width)
             if width < min(wide, lowest):  # these are done, but their lanes are computed further
                 lanes.save(width, min(wide, lowest))
                 lowest = width
@@ -136,12 +137,12 @@ class Trainer:
             sums = sweep.started(message.stacked(PARAMS), len(clients), data.device)
         frozen = constants(self.frozen, lanes.size, lanes.dtype)
         groups = {"carry": carry, "sums": sums, "weights": weights, "buffers": buffers}
-        if not (self.mode.graphs or self.mode.fixed):
+        if not self.shapes.few:
             return StackState(lanes, message, frozen, groups)
         key = (message.signature, *(_signature(tensors) for tensors in groups.values()))
         state = self._states.get(key)
         if state is None:
-            places = {name: _placed(tensors, lanes.size) for name, tensors in groups.items()}
+            places = {name: padded(tensors, lanes.size) for name, tensors in groups.items()}
             state = StackState(lanes, message.placed(lanes.size), frozen, places, key)
             self._states[key] = state
         state.message.fill(message, model=self.method.asks_received_model or self.method.pulls)
@@ -151,7 +152,7 @@ class Trainer:
 
     def _loaded_lanes(self, round: int, message: StackedMessage, clients: int) -> Lanes:
         """The lanes of earlier stacks if they suffice, with the received model in them."""
-        size, packed = self.mode.width(clients), message.packed(PARAMS)
+        size, packed = self.shapes.lanes(clients), message.packed(PARAMS)
         if self._lanes is None or self._lanes.size < size:
             self.release()
             received, mode = message.stacked(PARAMS), self.mode
@@ -181,8 +182,3 @@ class Trainer:
 def _signature(tensors: Tensors) -> object:
     """Shapes of stacked tensors but for the client axis."""
     return tuple((name, t.shape[1:], t.dtype) for name, t in tensors.items())
-
-
-def _placed(tensors: Tensors, size: int) -> Tensors:
-    """Zeros of the same kind for ``size`` clients."""
-    return {name: t.new_zeros(size, *t.shape[1:]) for name, t in tensors.items()}
