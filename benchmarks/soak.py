@@ -37,6 +37,7 @@ import torch
 from torch import Tensor
 
 from engine import EVER, NAMES, flair_sizes, make_data
+from fedharmony import fallbacks
 from fedharmony.engine.cohort import Cohort
 from fedharmony.engine.compute_mode import ComputeMode
 from fedharmony.engine.optimise import TrainSettings
@@ -133,6 +134,7 @@ class Soaked:
             for stage in self.method.stages(round):
                 sent = stage.broadcast(self.state, round, everyone)
                 found: dict[str, dict[int, Reply]] = {}
+                saved: dict[str, float] = {}
                 for name, transport in self.ways.items():
                     poison(self.device)
                     answers = list(transport.exchange(stage, round, {k: sent[k] for k in everyone}))
@@ -140,11 +142,10 @@ class Soaked:
                     failed = [a for a in answers if isinstance(a, Failure)]
                     assert not failed, failed[0]
                     found[name] = {a.client: a for a in answers if isinstance(a, Reply)}
+                    saved[f"{name} saved"] = float(fallbacks.drain().get("plain", 0))
                 if stage.train:
-                    yield {name: self.apart(found, sent, name) for name in ("fast", "half")} | {
-                        f"{name} saved": float(sum(r.saved for r in found[name].values()))
-                        for name in ("fast", "half")
-                    }
+                    apart = {name: self.apart(found, sent, name) for name in ("fast", "half")}
+                    yield apart | {name: saved[name] for name in ("fast saved", "half saved")}
                 replies = iter(found["plain"].values())
                 self.state = stage.aggregate(self.state, round, sent, replies).state
 

@@ -26,7 +26,7 @@ from hypothesis import example, given, settings
 from hypothesis import strategies as st
 from PIL import Image, ImageOps
 
-from fedharmony import files
+from fedharmony import fallbacks, files
 from fedharmony.config import build
 from fedharmony.data import cache, derived
 from fedharmony.data import tree as trees
@@ -756,6 +756,7 @@ def test_altered_pixels_are_decoded_again(
     pixels.write_bytes(altered)
     again = decoded(some, Resize(4))
     assert f"part {(place % len(data)) // 100 + 1} of {len(sums)}" in caplog.text
+    assert fallbacks.drain() == {"cache": 1}
     assert np.array_equal(pixels_of(again), wanted)
     assert some.reads == 2 * len(some)
     assert again.images.sha256 == first.images.sha256
@@ -780,6 +781,9 @@ def test_pixels_of_other_settings_are_never_used(own_cache: Path) -> None:
     shutil.copy(old, new)
     shutil.copy(old_pixels, new.with_suffix(".u8"))
     assert decoded(some, Resize(4, "pad")).images.sha256 == expected  # decoded again
+    new.write_text("{")
+    assert decoded(some, Resize(4, "pad")).images.sha256 == expected
+    assert fallbacks.drain() == {"cache": 2}
     about = json.loads(old.read_text())
     assert about["settings"] | {"files": ""} == {
         "format": cache.FORMAT,

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import contextlib
 import functools
+import logging
 import math
 import os
 import resource
@@ -643,13 +644,21 @@ class BrokenFile(TensorImages):
         return super().gather(index, device)
 
 
-def test_a_client_that_raises_is_found_in_its_stack() -> None:
-    """Image 22 belongs to client 1 (sizes 20, 7, …); the other four are not harmed."""
+def test_a_client_that_raises_is_found_in_its_stack(caplog: pytest.LogCaptureFixture) -> None:
+    """Image 22 belongs to client 1 (sizes 20, 7, …); the other four are not harmed.
+
+    That they ran one by one is counted in each round, and the first error is logged whole.
+    """
     data = toy_data(60)
     assert isinstance(data.images, TensorImages)
-    toy = Toy(rounds=1, data=replace(data, images=BrokenFile(data.images.pixels)))
-    _, events = toy.run()
+    toy = Toy(rounds=2, data=replace(data, images=BrokenFile(data.images.pixels)))
+    with caplog.at_level(logging.WARNING, "fedharmony"):
+        _, events = toy.run()
     assert events[0]["reported"] == [0, 2, 3, 4]
+    assert [event["fallbacks"] for event in events] == [{"stack": 1}] * 2
+    assert caplog.text.count("A stack of 5 clients failed in update of round") == 2
+    assert caplog.text.count("Traceback") == 1
+    assert "OSError: image 22 cannot be read" in caplog.text
     (failure,) = events[0]["failures"]
     assert (failure["client"], failure["stage"], failure["round"]) == (1, "update", 0)
     assert failure["reason"].startswith("OSError: image 22 cannot be read (test_engine.py:")

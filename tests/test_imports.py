@@ -22,6 +22,7 @@ LAYERS = [
         "records",
         "terminal",
         "stopping",
+        "fallbacks",
         "rng",
         "registry",
         "config",

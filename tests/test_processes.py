@@ -14,6 +14,7 @@ from typing import Any
 import pytest
 import torch
 
+from fedharmony import fallbacks
 from fedharmony.errors import ClientLimitError
 from fedharmony.methods.base import Outcome, Stage
 from fedharmony.transport.processes import Processes, ProcessGroup, _pack, _unpack, join
@@ -142,6 +143,26 @@ def test_a_process_that_does_not_answer_ends_the_run(monkeypatch: pytest.MonkeyP
         list(two.exchange(stage, 4, {1: Record()}))
     assert "engine.wait_s" in str(e.value)
     assert "The state after 4 rounds is saved" in str(e.value)
+
+
+def test_fallbacks_of_all_processes_are_counted(monkeypatch: pytest.MonkeyPatch) -> None:
+    """This process has halved one stack; the others have halved one each, or run one apart."""
+
+    def all_reduce(counts: torch.Tensor) -> None:
+        counts[:2] += torch.tensor([1, 2])  # "stack" and "memory" come first
+
+    class Nobody:
+        sizes = ()
+
+        def exchange(self, *arguments: Any) -> Any:
+            fallbacks.note("memory", "halved")
+            return iter(())
+
+    monkeypatch.setattr(torch.distributed, "all_reduce", all_reduce)
+    stage = Stage("update", lambda *a: {}, lambda *a: Outcome(Record()))
+    three = Processes(Nobody(), ProcessGroup(0, 3), torch.device("cpu"))
+    assert list(three.exchange(stage, 0, {})) == []
+    assert fallbacks.drain() == {"stack": 1, "memory": 3}
 
 
 def test_processes_wait_as_long_as_they_are_told(monkeypatch: pytest.MonkeyPatch) -> None:

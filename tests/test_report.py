@@ -830,14 +830,30 @@ def test_lost_clients_are_said_at_the_top_and_marked_in_tables(tmp_path: Path) -
     assert "for good" not in words
 
 
-def test_clients_that_the_plain_path_saved_are_said(tmp_path: Path) -> None:
+@pytest.mark.parametrize(
+    ("changes", "sentence"),
+    [
+        ({0: {"saved": [3, 5]}}, "This run trained a client a second time, in full precision"),
+        ({0: {"saved": [3, 5]}}, "values that are not finite (2 times, in round 1)"),
+        (
+            {2: {"fallbacks": {"memory": 1}}, 0: {"fallbacks": {"memory": 2, "plain": 1}}},
+            "device's memory (3 times, in rounds 1, 3): free the device, or set engine.stack",
+        ),
+        ({1: {"fallbacks": {"later": 1}}}, "This run fell back (later) (1 time, in round 2)"),
+    ],
+)
+def test_fallbacks_are_said_first(tmp_path: Path, changes: dict[int, Any], sentence: str) -> None:
+    """``saved`` is what runs wrote before."""
     folder = write_fake_run(tmp_path / "run", failures=False)
     lines = (folder / "events.jsonl").read_text().splitlines()
     events = [json.loads(line) for line in lines]
-    next(e for e in events if e["event"] == "round")["saved"] = [3, 5]
+    rounds = [e for e in events if e["event"] == "round"]
+    for number, change in changes.items():
+        rounds[number].update(change)
     (folder / "events.jsonl").write_text("\n".join(map(json.dumps, events)) + "\n")
     words = _words(write_report(folder, tmp_path / "page.html"))
-    assert "This run trained 2 clients a second time, in full precision" in words
+    assert sentence in words
+    assert words.index(sentence) < words.index("On the pooled test set")
 
 
 def test_what_is_missing_is_said(pages: Callable[[str], Path]) -> None:

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -122,7 +121,6 @@ def test_only_whole_answers_are_kept_and_no_more_than_there_is_room_for(
     ask("lost", reply(0), Failure(1, "head", 0, "gone"))
     ask("lost first", Failure(1, "head", 0, "gone"), reply(0))
     ask("infinite", reply(0, finite=False))
-    ask("saved", replace(reply(0), saved=True))
     next(one.answers("broken off", iter([reply(0), reply(1)]), here))
     assert one.kept == {}
     for name in "abcd":

@@ -10,6 +10,7 @@ from typing import Any
 import pytest
 import torch
 
+from fedharmony import fallbacks
 from fedharmony.errors import CheckpointError, ClientLimitError, ConfigError, DataError
 from fedharmony.experiments import run
 from fedharmony.experiments.folder import RunFolder
@@ -304,6 +305,28 @@ def test_a_site_that_fails_is_named_and_left_out(
     rounds = [e for e in folder.read_events() if e["event"] == "round"]
     assert [e["reported"] for e in rounds] == [[0, 1, 2], [1, 2], [0, 1, 2]]
     assert reason in rounds[1]["failures"][0]["reason"]
+
+
+def test_fallbacks_of_a_site_reach_the_event(home: Any, tmp_path: Path) -> None:
+    """Also of one that lies; what it may say is bounded."""
+    post, folder = Memory(workers(home[0] / "data")), RunFolder(tmp_path / "run")
+    ada, bea = (post.sites[node][1] for node in (1000, 1001))
+
+    def halves(question: Parcel) -> Parcel:
+        fallbacks.note("memory", "halved")
+        found = ada.answer(question)
+        assert question.kind != "stage" or found.words["fallbacks"] == {"memory": 1}
+        return found
+
+    def lies(question: Parcel) -> Parcel:
+        found = bea.answer(question)
+        said = {"plain": 10**400, "slow": True, "graphs": -1, "odd": 1}
+        return Parcel(found.kind, {**found.words, "fallbacks": said}, found.parts)
+
+    post.instead |= {1000: halves, 1001: lies}
+    server.start(settings_of(home, "federation.cohort=3"), folder, nobody, post, TERMS)
+    rounds = [e for e in folder.read_events() if e["event"] == "round"]
+    assert rounds[-1]["fallbacks"] == {"memory": 1}
 
 
 def test_a_silent_site_is_given_up_and_not_asked_while_it_owes(home: Any, tmp_path: Path) -> None:

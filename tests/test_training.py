@@ -19,6 +19,7 @@ import torch
 from torch import Tensor
 from torch._functorch.aot_autograd import make_boxed_func
 
+from fedharmony import fallbacks
 from fedharmony.aggregate import ModelMean, RunningMean
 from fedharmony.data.base import TensorImages
 from fedharmony.engine.compute_mode import ComputeMode
@@ -40,7 +41,7 @@ from fedharmony.experiments import build, run
 from fedharmony.experiments.build import assemble
 from fedharmony.experiments.evaluate import evaluate
 from fedharmony.experiments.folder import RunFolder
-from fedharmony.experiments.machine import choose_mode, keep_to_share, switch_torch
+from fedharmony.experiments.machine import choose_device, choose_mode, keep_to_share, switch_torch
 from fedharmony.experiments.settings import EngineSettings, load_settings
 from fedharmony.losses import LossSettings
 from fedharmony.methods.base import methods
@@ -60,7 +61,7 @@ SIZES = (20, 7, 1, 13, 19, 2, 5, 14, 15, 16, 8)
 # -- the whole of a round, for every method --------------------------------------------------------
 
 
-def no_retry(clients: list[int], error: Exception) -> Any:
+def no_retry(stage: Any, round: int, clients: list[int], error: Exception) -> Any:
     """Clients that fail together are tried alone: here that would hide what went wrong."""
     raise AssertionError("a stack failed") from error
 
@@ -325,7 +326,7 @@ def test_a_client_that_only_the_fast_path_spoils_is_trained_again(
     spoil(monkeypatch, toy, client=1, but=lambda: bool(inside))
     with caplog.at_level(logging.WARNING, "fedharmony"):
         _, events = toy.run()
-    assert events[0]["saved"] == [1]
+    assert events[0]["fallbacks"] == {"plain": 1}
     assert events[0]["reported"] == [0, 1, 2]
     assert not events[0]["failures"]
     assert "Client 1, round 1: values that are not finite came from the fast path" in caplog.text
@@ -333,7 +334,6 @@ def test_a_client_that_only_the_fast_path_spoils_is_trained_again(
     sent = {1: stage.broadcast(state, 0, [1])[1]}
     (again,) = toy.transport.exchange(stage, 0, sent)
     (full,) = Toy(name, sizes=(5, 5, 4)).transport.exchange(stage, 0, sent)
-    assert again.saved
     assert largest_difference(*(Record({PARAMS: r.record.get(PARAMS)}) for r in (again, full))) == 0
 
 
@@ -345,7 +345,7 @@ def test_a_pass_that_only_the_fast_path_spoils_is_made_again(
     toy = Toy("fedharmony", {"measured": "after"}, sizes=(5, 5, 4), rounds=1, mode=mode)
     spoil_pass(monkeypatch, toy)
     _, events = toy.run()
-    assert events[0]["saved"] == [2]
+    assert events[0]["fallbacks"] == {"plain": 1}
     assert events[0]["reported"] == [0, 1, 2]
 
 
@@ -364,7 +364,8 @@ def test_after_a_few_saved_clients_the_run_goes_on_without_the_fast_path(
     )
     with caplog.at_level(logging.WARNING, "fedharmony"):
         _, events = toy.run()
-    assert [e["saved"] for e in events] == [[0]] * 4 + [[]] * 2
+    causes = [{"plain": 1}] * 3 + [{"plain": 1, "slow": 1}] + [{}] * 2
+    assert [e["fallbacks"] for e in events] == causes
     assert all(e["reported"] == [0, 1, 2] for e in events)
     assert "The rest of the run is neither compiled nor recorded" in caplog.text
     assert toy.trainer.mode == ComputeMode()
@@ -379,7 +380,7 @@ def test_a_client_that_both_paths_spoil_is_lost_and_remembers_nothing(
     spoil(monkeypatch, toy, client=2)
     _, events = toy.run()
     assert [f["client"] for f in events[0]["failures"]] == [2]
-    assert events[0]["saved"] == []
+    assert events[0]["fallbacks"] == {}
     kept = [bool(toy.trainer.data.memory.read(k, before=1)) for k in range(3)]
     assert kept == [True, True, False]
 
@@ -401,6 +402,24 @@ def test_out_of_memory_halves_the_stack(caplog: pytest.LogCaptureFixture) -> Non
     assert events[0]["reported"] == [0, 1, 2, 3, 4]
     assert not events[0]["failures"]
     assert "do not fit" in caplog.text
+    assert events[0]["fallbacks"] == {"memory": 2}
+
+
+def test_stacks_that_are_still_to_come_fit_after_one_that_did_not() -> None:
+    """Twelve clients in stacks of 4, where the device holds 2: only the first stack fails."""
+    toy = Toy(sizes=(5,) * 12, rounds=1, stack=4)
+    run, tried = toy.trainer.run, []
+
+    def cramped(stage: Any, round: int, messages: Any, *rest: Any) -> Any:
+        tried.append(list(messages))
+        if len(messages) > 2:
+            raise torch.OutOfMemoryError("full")
+        return run(stage, round, messages, *rest)
+
+    toy.trainer.run = cramped  # type: ignore[method-assign]
+    _, events = toy.run()
+    assert tried == [[0, 1, 2, 3], *([k, k + 1] for k in range(0, 12, 2))]
+    assert events[0]["reported"] == list(range(12))
 
 
 def test_a_stack_that_failed_holds_no_memory_when_its_parts_are_tried() -> None:
@@ -703,6 +722,20 @@ def test_a_recording_that_fails_leaves_the_stream_as_it_was(
     assert streams[-1] == "main"
 
 
+def test_a_step_that_cannot_be_recorded_is_called_each_time() -> None:
+    called: list[int] = []
+
+    def refused(work: Any) -> Any:
+        raise RuntimeError("no graphs here")
+
+    recorder = SimpleNamespace(record=refused)
+    program = Program(lambda given: called.append(1), recorder)  # type: ignore[arg-type]
+    for _ in range(3):
+        program(StepInput(torch.zeros(1, 1), None, {}, {}))
+    assert len(called) == 3
+    assert fallbacks.drain() == {"graphs": 1}
+
+
 def test_given_up_programs_take_their_recorder_along(monkeypatch: pytest.MonkeyPatch) -> None:
     """The memory of its graphs is gone: seen on a GPU, the next recording failed."""
     pools = iter(range(9))
@@ -906,6 +939,8 @@ def test_an_optimiser_that_cannot_be_compiled_runs_as_it_is(
         other, events = Toy(dtype=torch.float64, rounds=1, mode=mode).run()
     assert not events[0]["failures"]
     assert "Compiling failed" in caplog.text
+    assert caplog.text.count("Traceback") == 1  # once per cause
+    assert events[0]["fallbacks"] == {"compile": caplog.text.count("Compiling failed")}
     assert largest_difference(plain, other) < 1e-9
 
 
@@ -999,6 +1034,19 @@ def test_recorded_steps_on_a_gpu_train_like_a_cpu(name: str) -> None:
 # -- settings --------------------------------------------------------------------------------------
 
 
+def test_a_gpu_that_torch_does_not_see_is_not_passed_over_in_silence(
+    monkeypatch: pytest.MonkeyPatch, tmp_path: Path
+) -> None:
+    monkeypatch.setattr(torch.cuda, "is_available", lambda: False)
+    monkeypatch.setattr("fedharmony.experiments.machine.GPU", tmp_path)
+    for hidden, noted in ((None, {"device": 1}), ("", {}), ("0", {"device": 1})):
+        monkeypatch.delenv("CUDA_VISIBLE_DEVICES", raising=False)
+        if hidden is not None:
+            monkeypatch.setenv("CUDA_VISIBLE_DEVICES", hidden)
+        assert choose_device("auto") == choose_device("cpu") == torch.device("cpu")
+        assert fallbacks.drain() == noted
+
+
 def test_on_a_cpu_nothing_is_rounded_compiled_or_recorded_unless_asked() -> None:
     cpu = torch.device("cpu")
     assert choose_mode(EngineSettings(), cpu, 10**6, 10**12) == ComputeMode()
@@ -1024,6 +1072,7 @@ def test_a_run_on_a_gpu_is_compiled_where_that_pays_and_is_safe(
     assert not choose_mode(EngineSettings(), gpu, 0, 10**12).compile  # nothing to compile
     monkeypatch.setattr("fedharmony.experiments.machine.compiler_is_safe", lambda: False)
     assert not choose_mode(EngineSettings(), gpu, numbers, 10**9).compile
+    assert fallbacks.drain() == {"compile": 1}
     with pytest.raises(ConfigError, match=r"torch 2\.14 or later"):
         choose_mode(EngineSettings(compile=True), gpu, numbers, 10**9)
 

@@ -216,7 +216,6 @@ class Reply:
     Attributes:
         finite: whether all values of the record are finite, if that is known: a stack of clients
             is looked at once, instead of each of them.
-        saved: whether it comes from the plain path, because the fast one failed.
         clients: of a sum over clients (``client`` is then :data:`EVERYBODY`), who is in it.
     """
 
@@ -224,7 +223,6 @@ class Reply:
     examples: int
     record: Record
     finite: bool | None = None
-    saved: bool = False
     clients: tuple[int, ...] = ()
 
 

@@ -36,6 +36,7 @@ from PIL import Image, UnidentifiedImageError
 from PIL import __version__ as pillow_version
 from torch import Tensor
 
+from fedharmony import fallbacks
 from fedharmony.data.base import Images, TensorImages, cache_folder
 from fedharmony.data.check import Tell
 from fedharmony.data.derived import building, in_bytes, new_file
@@ -216,6 +217,8 @@ class _Entry:
 
     def __init__(self, folder: Path, files: ImageFiles, resize: Resize) -> None:
         self.folder, self.files, self.resize = folder, files, resize
+        #: Why the entry cannot be used, if it is there and cannot.
+        self.damage = ""
         self.settings = {
             "format": FORMAT,
             "files": files.fingerprint(),
@@ -234,9 +237,13 @@ class _Entry:
             unread = [(int(i), str(name), str(reason)) for i, name, reason in stored["unread"]]
             sums = [str(checksum) for checksum in stored["sha256"]]
             size = self.pixels.stat().st_size
-        except (OSError, ValueError, KeyError, TypeError):
+        except FileNotFoundError:
+            return None
+        except (OSError, ValueError, KeyError, TypeError) as error:
+            self.damage = f"their description cannot be read: {type(error).__name__}: {error}"
             return None
         if settings != self.settings or size != self.resize.nbytes(len(self.files) - len(unread)):
+            self.damage = "their size or settings are not those of their description"
             return None
         # The fingerprint has not changed, but a network disk may have come back.
         if any(isinstance(_attempt(self.files, i, self.resize), np.ndarray) for i, *_ in unread):
@@ -255,11 +262,8 @@ class _Entry:
             return False
         wrong = [i for i, pair in enumerate(zip_longest(found, sums)) if len({*pair}) > 1]
         if wrong:
-            logger.warning(
-                "The cached images %s were altered or damaged (part %d of %d of %s each does not "
-                "have its checksum). They are decoded again.",
-                *(self.pixels, wrong[0] + 1, len(found), in_bytes(PART)),
-            )
+            part = f"part {wrong[0] + 1} of {len(found)} of {in_bytes(PART)} each"
+            self.damage = f"{part} does not have its checksum"
         return not wrong
 
     def _result(self, unread: list[_Unread], sums: list[str]) -> Decoded:
@@ -270,6 +274,9 @@ class _Entry:
 
     def make(self, unreadable: Unreadable, workers: int, progress: Tell | None) -> Decoded:
         """Decode all files; the sidecar comes last and makes the entry valid."""
+        if self.damage:
+            what = f"The cached images {self.pixels} were altered or damaged ({self.damage})."
+            fallbacks.note("cache", f"{what} They are decoded again.")
         count, side = len(self.files), self.resize.size
         size = self.resize.nbytes(count)
         what = f"Decoding {count:,} images to {side} × {side} pixels"

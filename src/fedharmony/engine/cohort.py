@@ -162,7 +162,7 @@ class Cohort:
         record = Record({**share.groups, NUMBERS: {**share.get(NUMBERS), **made}})
         if self.clipping is not None:
             record = self.clipping.cut(record, message)
-        return Reply(reply.client, 0, record, reply.finite, reply.saved)
+        return Reply(reply.client, 0, record, reply.finite)
 
 
 def _shower(method: Method) -> Show:

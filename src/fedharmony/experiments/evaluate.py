@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections import Counter
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import asdict, dataclass, field, replace
 from typing import Any, Protocol
@@ -254,7 +255,7 @@ def summarise(
         "seconds": sum(e["seconds"] for e in rounds),
         "padding": _padding(rounds),
         "clients_lost": sum(len(e["failures"]) for e in rounds),
-        "clients_saved": sum(len(e.get("saved", ())) for e in rounds),
+        "fallbacks": dict(sum((Counter(e.get("fallbacks")) for e in rounds), Counter[str]())),
         "bytes_up": sum(e["bytes_up"] for e in rounds),
         "bytes_down": sum(e["bytes_down"] for e in rounds),
         "parameters_sha256": digest(Record({g: state.get(g) for g in (PARAMS, BUFFERS)})),

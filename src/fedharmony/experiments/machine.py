@@ -4,9 +4,11 @@ from __future__ import annotations
 
 import os
 from dataclasses import replace
+from pathlib import Path
 
 import torch
 
+from fedharmony import fallbacks
 from fedharmony.engine.compute_mode import ComputeMode
 from fedharmony.engine.gpu.barrier import compiler_is_safe
 from fedharmony.engine.gpu.payoff import compiling_pays
@@ -15,6 +17,8 @@ from fedharmony.experiments.crowd import ALONE, Crowd
 from fedharmony.experiments.settings import EngineSettings, Settings
 from fedharmony.transport.processes import process_group
 
+#: Where Linux shows the first GPU of NVIDIA, whatever torch sees of it.
+GPU = Path("/dev/nvidia0")
 #: Of a GPU's memory, what a process takes for the runtime and its programs, beside tensors.
 RUNTIME_BYTES = 600 << 20
 
@@ -24,6 +28,9 @@ def choose_device(name: str) -> torch.device:
     if name == "auto":
         if torch.cuda.is_available():
             return torch.device("cuda", process_group().local_rank)
+        if GPU.exists() and os.environ.get("CUDA_VISIBLE_DEVICES") not in ("", "-1"):
+            seen = f"torch {torch.__version__} sees none: the run computes on the CPU."
+            fallbacks.note("device", f"This machine has a GPU ({GPU}), but {seen}")
         return torch.device("cpu")
     try:
         device = torch.device(name)
@@ -64,6 +71,8 @@ def choose_mode(
                 "kernels that read what they have not written yet. Use torch 2.14 or later, or "
                 "leave it out."
             )
+        lacking = f"the compiler of torch {torch.__version__} lacks a barrier"
+        fallbacks.note("compile", f"Nothing is compiled: {lacking}. Torch 2.14 or later has it.")
         compile = False
     return ComputeMode(
         half=half if engine.precision == "auto" else engine.precision == "bfloat16",

@@ -7,6 +7,7 @@ from collections.abc import Iterator, Mapping
 from dataclasses import dataclass, field
 from typing import Any
 
+from fedharmony import fallbacks
 from fedharmony.errors import TransportError
 from fedharmony.flower.post import Post, collect
 from fedharmony.flower.roster import Roster
@@ -134,9 +135,10 @@ class Sites:
             found = Record({MEASURED: record.get(MEASURED)})
             self.measured[client] = Parcel(REPLY, told, *pack([found]))
             record = without(record)
+        fallbacks.add(answer.words.get("fallbacks"))
         if stage.train:
             self.heard[client] = round
-        return Reply(client, examples, record, saved=answer.words.get("saved") is True)
+        return Reply(client, examples, record)
 
 
 def _numbers(scalars: Mapping[str, Any]) -> bool:

@@ -158,9 +158,18 @@ class RunView:
         return sum(len(event.get("failures") or ()) for event in self.rounds)
 
     @property
-    def clients_saved(self) -> int:
-        """How often a client failed on the fast path and was trained again on the plain one."""
-        return sum(len(event.get("saved") or ()) for event in self.rounds)
+    def fallbacks(self) -> dict[str, dict[int, int]]:
+        """By cause and round (1, 2, …) how often the run fell back to something else.
+
+        Older runs have ``saved``, the clients that were trained again on the plain path.
+        """
+        found: dict[str, dict[int, int]] = {}
+        for event in self.rounds:
+            older = {"plain": len(event.get("saved") or ())}
+            for cause, times in (event.get("fallbacks") or older).items():
+                if times:
+                    found.setdefault(cause, {})[int(event["round"]) + 1] = times
+        return found
 
     @property
     def status(self) -> str:

@@ -91,6 +91,7 @@ class _Round(TypedDict, total=False):
     reported: list[Count]
     dropped: list[Count]
     failures: list[_Failure]
+    fallbacks: dict[str, Count]
     weights: dict[Client, Number] | None
     log: dict[str, Any] | None
 

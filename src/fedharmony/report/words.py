@@ -8,6 +8,8 @@ from collections.abc import Mapping, Sequence
 
 from markupsafe import Markup, escape
 
+from fedharmony.errors import some
+from fedharmony.fallbacks import CAUSES
 from fedharmony.report.grid import spread
 from fedharmony.report.load import Runs, RunView
 from fedharmony.report.panel import count
@@ -213,11 +215,10 @@ def _shortcomings(run: RunView) -> list[str]:
             "rounds went on with the others, and its numbers are not those of an undisturbed run "
             "(see Failures)."
         )
-    if run.clients_saved:
-        found.append(
-            f"trained {count(run.clients_saved, 'client')} a second time, in full precision and "
-            "step by step, because the fast path gave values that are not finite."
-        )
+    for cause, times in run.fallbacks.items():
+        done, advice = CAUSES.get(cause, (f"fell back ({cause})", "see the log"))
+        rounds = f"{'round' if len(times) == 1 else 'rounds'} {some([str(t) for t in times])}"
+        found.append(f"{done} ({count(sum(times.values()), 'time')}, in {rounds}): {advice}.")
     if run.damaged_lines:
         lines = count(run.damaged_lines, "line")
         found.append(f"has {lines} in events.jsonl that could not be read and are left out here.")

@@ -16,7 +16,7 @@ from typing import Annotated, Any, Literal
 from annotated_types import Ge, Gt, Le, Lt
 from pydantic import Field
 
-from fedharmony import stopping
+from fedharmony import fallbacks, stopping
 from fedharmony.aggregate import NUMBERS, numbers_of, pooled
 from fedharmony.config import Checked
 from fedharmony.errors import ClientLimitError
@@ -127,14 +127,12 @@ class Tally:
     dropped: list[int] = field(default_factory=list)
     failures: list[Failure] = field(default_factory=list)
     unused: list[Failure] = field(default_factory=list)
-    saved: list[int] = field(default_factory=list)
     weights: dict[int, float] = field(default_factory=dict)
     log: dict[str, float] = field(default_factory=dict)
 
     def count(self, reply: Reply, epochs: int) -> None:
         """Add a good reply; ``epochs`` is 0 for a stage without training."""
         self.bytes_up += reply.record.nbytes
-        self.saved += [reply.client] if reply.saved else []
         if epochs:
             self.add([reply.client], numbers_of(reply), epochs)
 
@@ -157,8 +155,7 @@ class Tally:
             "dropped": self.dropped,
             # Shares in a sum of too few count as failures here, but not for max_failures.
             "failures": [asdict(f) for f in sorted(failures, key=lambda f: f.client)],
-            # Clients whose fast path failed, and who were trained again on the plain one.
-            "saved": sorted(self.saved),
+            "fallbacks": fallbacks.drain(),
             "examples": self.examples,
             "images": self.images,
             # Share of the rows that clients computed on without an image in them.
@@ -290,7 +287,6 @@ class Federation:
         total = (own or AddedUp(self.transport, doubt)).total(stage, round, asked)
         tally.failures += map(self._named, total.failures)
         tally.bytes_up += total.nbytes
-        tally.saved += total.saved
         least = self.settings.sum_least if self.noise is None else 1
         if total.record is None or len(total.clients) < least:
             few = f"its sum has {len(total.clients)} shares, federation.sum_least is {least}"

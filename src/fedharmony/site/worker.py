@@ -24,6 +24,7 @@ from typing import Any
 import numpy as np
 
 import fedharmony
+from fedharmony import fallbacks
 from fedharmony.data.base import DataSet, datasets
 from fedharmony.engine.memory import ClientMemory
 from fedharmony.errors import ConfigError, DataError, FedHarmonyError, PolicyError, TransportError
@@ -229,7 +230,7 @@ class Worker:
         )
         if not isinstance(answer, Reply):
             return Parcel(FAILED, {"reason": answer.reason})
-        found = {"examples": answer.examples, "saved": answer.saved, **measured}
+        found = {"examples": answer.examples, "fallbacks": fallbacks.drain(), **measured}
         (parts,) = pack([answer.record.replace(more.groups)])
         return Parcel(REPLY, {**found, "scalars": dict(answer.record.scalars)}, parts)
 

@@ -2,22 +2,21 @@
 
 from __future__ import annotations
 
-import logging
 import traceback
+from collections import deque
 from collections.abc import Callable, Mapping
 from dataclasses import replace
 from pathlib import Path
 
 import torch
 
+from fedharmony import fallbacks
 from fedharmony.engine.cohort import Cohort
 from fedharmony.engine.room import StackRule
 from fedharmony.errors import CheckpointError, DeviceMemoryError
 from fedharmony.methods.base import Stage
 from fedharmony.transport.shelf import Shelf
 from fedharmony.types import Answers, Failure, Messages, Reply
-
-log = logging.getLogger(__name__)
 
 #: Clients that may be saved by the plain path; after one more, the whole run takes it.
 SAVED_AT_MOST = 3
@@ -32,6 +31,8 @@ class InProcess:
     out; each is named with its stage, round and reason. A stack that does not fit into the memory
     of the device is halved; if one client alone does not fit, the run stops: leaving it out would
     make the result depend on what else runs on the device.
+
+    Each of these is a fallback, and so is the next (``fallbacks.py``).
 
     A client that comes back with values that are not finite is trained again on the plain path
     (float32, neither compiled nor recorded). If that helps more than a few times, the fast path is
@@ -60,8 +61,10 @@ class InProcess:
         return shelf.answers(question, asked, self.cohort.data.device)
 
     def _ask(self, stage: Stage, round: int, messages: Messages) -> Answers:
-        done, total = 0, len(messages)
-        for members in self._rule.stacks(list(messages), self.sizes):
+        done, total, rule = 0, len(messages), self._rule
+        waiting = deque(rule.stacks(list(messages), self.sizes))
+        while waiting:
+            members = waiting.popleft()
 
             def tick(step: int, steps: int, done: int = done, size: int = len(members)) -> None:
                 if self._tick is not None:
@@ -72,6 +75,9 @@ class InProcess:
                     answer = self.cohort.share(round, messages[answer.client], answer)
                 yield answer
             done += len(members)
+            if rule is not self._rule:  # the device holds fewer clients than the rule allowed
+                rule, clients = self._rule, [k for stack in waiting for k in stack]
+                waiting = deque(rule.stacks(clients, self.sizes))
 
     def _run(
         self, stage: Stage, round: int, messages: Messages, tick: Callable[[int, int], None]
@@ -85,7 +91,7 @@ class InProcess:
             raise  # a damaged memory, a full disk or a full device is no client's fault
         except Exception as error:
             if len(messages) > 1:
-                parts = self._smaller(list(messages), error)
+                parts = self._smaller(stage, round, list(messages), error)
             elif isinstance(error, torch.OutOfMemoryError):
                 alone = f"client {next(iter(messages))} alone does not fit into what is free"
                 raise DeviceMemoryError(
@@ -110,31 +116,33 @@ class InProcess:
         if not again.finite:
             return again
         self._saved += 1
-        log.warning(
-            "Client %d, round %d: values that are not finite came from the fast path, and finite "
-            "ones from the plain path, which are used.",
-            client,
-            round + 1,
+        fallbacks.note(
+            "plain",
+            f"Client {client}, round {round + 1}: values that are not finite came from the fast "
+            "path, and finite ones from the plain path, which are used.",
         )
         if self._saved == SAVED_AT_MOST + 1:
             self.cohort.go_plain()
-            log.warning(
-                "That was client number %d of this run. The rest of the run is neither compiled "
-                "nor recorded, and in float32.",
-                self._saved,
+            fallbacks.note(
+                "slow",
+                f"That was client number {self._saved} of this run. The rest of the run is neither "
+                "compiled nor recorded, and in float32.",
             )
-        return replace(again, saved=True)
+        return again
 
-    def _smaller(self, clients: list[int], error: Exception) -> list[list[int]]:
+    def _smaller(
+        self, stage: Stage, round: int, clients: list[int], error: Exception
+    ) -> list[list[int]]:
         """The parts of a stack that failed, to be tried again."""
+        size, where = len(clients), f"{stage.name} of round {round + 1}"
         if not isinstance(error, torch.OutOfMemoryError):
+            what = f"A stack of {size} clients failed in {where}: they are run one by one."
+            fallbacks.note("stack", what, error)
             return [[client] for client in clients]
         self.cohort.release()
-        half = -(-len(clients) // 2)
-        self._rule = replace(self._rule, full=min(half, self._rule.full), widest=half)
-        log.warning(
-            "%d clients at once do not fit into the memory of the device; going on with %d.",
-            len(clients),
-            half,
-        )
+        half = -(-size // 2)
+        narrower = self._rule.widest and min(half, self._rule.widest)
+        self._rule = replace(self._rule, full=min(half, self._rule.full), widest=narrower)
+        what = f"{size} clients at once do not fit into the memory of the device in {where}"
+        fallbacks.note("memory", f"{what}; going on with {half}.", error)
         return [clients[:half], clients[half:]]

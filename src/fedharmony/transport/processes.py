@@ -20,6 +20,7 @@ from datetime import timedelta
 import torch
 import torch.distributed as dist
 
+from fedharmony import fallbacks
 from fedharmony.errors import ClientLimitError
 from fedharmony.methods.base import Stage
 from fedharmony.records import from_bytes, header_of, to_bytes
@@ -90,14 +91,21 @@ class Processes:
             try:
                 received = self._pass(sent, owner)
             except RuntimeError as error:
-                raise ClientLimitError(
-                    f"Process {owner} did not send the answer of client {client} in {stage.name} "
-                    f"of round {round + 1}: it has ended, or hangs for longer than engine.wait_s "
-                    f"allows ({error}). The state after {round} rounds is saved. Mend the cause, "
-                    "or raise engine.wait_s, and resume."
-                ) from error
+                missing = f"Process {owner} did not send the answer of client {client}"
+                raise _gone(missing, stage, round, error) from error
             # The owner keeps what it has: bytes bring tensors back bit by bit.
             yield answers[client] if sent is not None else _unpack(received, self._device)
+        try:
+            self._add_fallbacks()
+        except RuntimeError as error:
+            raise _gone("A process did not count its fallbacks", stage, round, error) from error
+
+    def _add_fallbacks(self) -> None:
+        """Count in every process what all of them have fallen back from."""
+        noted = fallbacks.drain()
+        counts = torch.tensor([noted.get(c, 0) for c in fallbacks.CAUSES], device=self._device)
+        dist.all_reduce(counts)
+        fallbacks.add(dict(zip(fallbacks.CAUSES, counts.tolist(), strict=True)))
 
     def _pass(self, data: bytes | None, owner: int) -> bytes:
         """The owner's bytes, on every process."""
@@ -110,10 +118,18 @@ class Processes:
         return b"" if data is not None else buffer.cpu().numpy().tobytes()
 
 
+def _gone(missing: str, stage: Stage, round: int, error: Exception) -> ClientLimitError:
+    return ClientLimitError(
+        f"{missing} in {stage.name} of round {round + 1}: it has ended, or hangs for longer than "
+        f"engine.wait_s allows ({error}). The state after {round} rounds is saved. Mend the cause, "
+        "or raise engine.wait_s, and resume."
+    )
+
+
 def _pack(answer: Reply | Failure) -> bytes:
     if isinstance(answer, Failure):
         return to_bytes(Record(), failure=json.dumps(asdict(answer)))
-    about = {name: getattr(answer, name) for name in ("client", "examples", "finite", "saved")}
+    about = {name: getattr(answer, name) for name in ("client", "examples", "finite")}
     return to_bytes(answer.record, reply=json.dumps(about))
 
 

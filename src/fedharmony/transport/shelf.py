@@ -80,7 +80,7 @@ class Shelf:
         found: list[Reply] = []
         for answer in answers:
             yield answer
-            whole = whole and isinstance(answer, Reply) and bool(answer.finite) and not answer.saved
+            whole = whole and isinstance(answer, Reply) and bool(answer.finite)
             if whole and isinstance(answer, Reply):
                 size += answer.record.nbytes
                 whole = size <= room

@@ -30,14 +30,13 @@ Doubt: TypeAlias = Callable[[Reply], str | None]
 class Total:
     """The sum of a cohort's shares, float64, or none; who is in it, and who is not, and why.
 
-    ``nbytes`` are of all shares together; ``saved`` was trained again on the plain path.
+    ``nbytes`` are of all shares together.
     """
 
     record: Record | None
     clients: tuple[int, ...]
     failures: tuple[Failure, ...]
     nbytes: int
-    saved: tuple[int, ...] = ()
 
 
 @runtime_checkable
@@ -65,7 +64,7 @@ class AddedUp:
     def total(self, stage: Stage, round: int, messages: Messages) -> Total:
         """The sum, in the order of messages, so that it has the same bits every time."""
         total: Record | None = None
-        clients, saved, failures, nbytes = list[int](), list[int](), list[Failure](), 0
+        clients, failures, nbytes = list[int](), list[Failure](), 0
         for answer in answers(self._transport, stage, round, messages):
             if isinstance(answer, Reply):
                 reason = self._doubt(answer)
@@ -73,8 +72,7 @@ class AddedUp:
                     total = added(total, answer.record)
                     nbytes += answer.record.nbytes
                     clients.append(answer.client)
-                    saved += [answer.client] if answer.saved else []
                     continue
                 answer = Failure(answer.client, stage.name, round, f"its share: {reason}")
             failures.append(answer)
-        return Total(total, tuple(clients), tuple(failures), nbytes, tuple(saved))
+        return Total(total, tuple(clients), tuple(failures), nbytes)

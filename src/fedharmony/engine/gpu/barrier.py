@@ -11,17 +11,14 @@ timing: in 6 of 27 processes on an H200 it did, mostly with finite, wrong number
 
 ``benchmarks/compiler_race.py`` shows it in one process. Torch 2.14 has the barrier (pytorch
 pull request 190519). For older versions :func:`compiler_is_safe` adds it, and where it cannot,
-says so: then nothing is compiled for a GPU.
+denies it: then nothing is compiled for a GPU.
 """
 
 from __future__ import annotations
 
 import functools
 import inspect
-import logging
 from typing import Any
-
-log = logging.getLogger(__name__)
 
 #: The call that makes all threads of a block wait for each other.
 BARRIER = "tl.debug_barrier()"
@@ -63,12 +60,10 @@ def add_barrier(kernel: Any, cache: Any) -> bool:
     """
     load, place = getattr(kernel, "load", None), getattr(kernel, "get_load_buffer", None)
     if load is None or place is None:
-        log.warning("This version of torch cannot be given a barrier that its compiler may lack.")
         return False
     if "debug_barrier" in inspect.getsource(load) or hasattr(load, "__wrapped__"):
         return True
     if "invalidated_stores" not in inspect.getsource(cache):
-        log.warning("This version of torch cannot be given a barrier that its compiler lacks.")
         return False
 
     @functools.wraps(load)

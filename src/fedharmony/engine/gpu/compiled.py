@@ -20,6 +20,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from fedharmony import fallbacks
 from fedharmony.models.base import Piece
 from fedharmony.types import Group
 
@@ -57,7 +58,8 @@ class Compiled:
             return self.compiled(*arguments)
         except torch._dynamo.exc.TorchDynamoException as error:
             first = str(error).strip().splitlines()[0]
-            log.warning("Compiling failed (%s); the run goes on without, only slower.", first)
+            what = f"Compiling failed ({first}); the run goes on without, only slower."
+            fallbacks.note("compile", what, error)
             self.compiled = None
             return self.function(*arguments)
 

@@ -2,16 +2,14 @@
 
 from __future__ import annotations
 
-import logging
 from collections.abc import Callable, Iterator
 from typing import NamedTuple
 
 import torch
 from torch import Tensor
 
+from fedharmony import fallbacks
 from fedharmony.types import Tensors
-
-log = logging.getLogger(__name__)
 
 
 class StepInput(NamedTuple):
@@ -99,7 +97,8 @@ class Program:
                 raise
             except RuntimeError as error:  # recording runs nothing: the step is still to be done
                 first = str(error).strip().splitlines()[0]
-                log.warning("A step cannot be recorded (%s) and is launched piece by piece.", first)
+                what = f"A step cannot be recorded ({first}) and is launched piece by piece."
+                fallbacks.note("graphs", what, error)
                 self._recorder = None
         if self._graph is not None:
             self._graph.replay()
