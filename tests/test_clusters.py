@@ -58,6 +58,17 @@ def test_same_seed_same_clusters():
     assert any(not torch.equal(others[0], other) for other in others)  # the seed does reach k-means
 
 
+def test_clusters_of_80_weak_blocks_do_not_depend_on_the_seed():
+    """Ten restarts find seven different clusterings of these, for twenty seeds."""
+    blocks = torch.repeat_interleave(torch.arange(9), torch.tensor([9] * 8 + [8]))
+    noise = torch.randn(80, 80, generator=torch.Generator().manual_seed(0))
+    matrix = 0.2 * (blocks[:, None] == blocks).float() + 0.15 * noise
+    matrix = (matrix + matrix.T) / 2
+    assert len({tuple(spectral_clusters(matrix, 9, seed).tolist()) for seed in range(20)}) == 1
+    few = {tuple(spectral_clusters(matrix, 9, seed, n_init=10).tolist()) for seed in range(20)}
+    assert len(few) > 1
+
+
 def test_isolated_labels_are_in_no_cluster():
     matrix = torch.block_diag(torch.ones(3, 3), torch.eye(2), torch.ones(2, 2))
     assert spectral_clusters(matrix, 2, 0).tolist() == [0, 0, 0, -1, -1, 1, 1]

@@ -28,7 +28,9 @@ def default_groups(num_classes: int) -> int:
     return max(1, round(math.sqrt(num_classes)))
 
 
-def spectral_clusters(matrix: Tensor, groups: int, seed: int, *, n_init: int = 10) -> Tensor:
+def spectral_clusters(
+    matrix: Tensor, groups: int, seed: int, *, n_init: int | None = None
+) -> Tensor:
     """Clusters of correlated labels, Algorithm 1.
 
     Affinity ``S = ½(|R*| + |R*|ᵀ)`` without diagonal; normalised Laplacian
@@ -40,7 +42,8 @@ def spectral_clusters(matrix: Tensor, groups: int, seed: int, *, n_init: int = 1
         matrix: Consensus R*, (C, C), with 0 for unknown entries.
         groups: G. With at least as many groups as connected labels each is a cluster of its own.
         seed: Of k-means, see :func:`fedharmony.rng.derived_seed`.
-        n_init: Restarts of k-means.
+        n_init: Restarts of k-means. None means 50 for up to 80 labels, where they take
+            milliseconds and 10 may miss the optimum, so that clusters depend on the seed; else 10.
 
     Returns:
         Cluster of each label, int64 (C,) on the matrix's device: numbered from 0 in order of first
@@ -67,7 +70,8 @@ def spectral_clusters(matrix: Tensor, groups: int, seed: int, *, n_init: int = 1
         clusters[connected] = torch.arange(len(connected))
     else:
         block = affinity.index_select(0, connected).index_select(1, connected).numpy()
-        clusters[connected] = torch.from_numpy(_partition(block, groups, seed, n_init)).to(clusters)
+        starts = n_init or (50 if len(affinity) <= 80 else 10)
+        clusters[connected] = torch.from_numpy(_partition(block, groups, seed, starts)).to(clusters)
     return clusters.to(matrix.device)
 
 
