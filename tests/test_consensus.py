@@ -9,6 +9,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from scipy.stats import trim_mean
 from torch import Tensor
+from torch.utils._python_dispatch import TorchDispatchMode
 
 from fedharmony import consensus
 from fedharmony import correlation as corr
@@ -325,6 +326,27 @@ def test_order_statistics_do_not_depend_on_chunks_or_order(operator, monkeypatch
     monkeypatch.setitem(corr.AT_ONCE, "cpu", 60)
     reverse = Rows(pack_upper(table.matrices.flip(0)), operator).full()[0]
     assert torch.equal(reverse, expected)
+
+
+def test_a_trimmed_consensus_takes_pairs_a_part_at_a_time(monkeypatch):
+    """Nothing as large as the table is made, but for the result; the bits stay as they are."""
+    table = make_table(40, 60, 1).rows("support_trimmed", trim=0.4)
+    expected = table.teachers([0, 1, 2], 0, torch.float32)
+    monkeypatch.setitem(corr.AT_ONCE, "cpu", 2**10)
+    largest = []
+
+    class Sizes(TorchDispatchMode):
+        def __torch_dispatch__(self, function, types, args=(), kwargs=None):
+            result = function(*args, **(kwargs or {}))
+            made = result if isinstance(result, list | tuple) else [result]
+            largest.append(max((t.numel() for t in made if isinstance(t, Tensor)), default=0))
+            return result
+
+    with Sizes():
+        common, others = table.teachers([0, 1, 2], 0, torch.float32)
+    assert max(largest) <= 3 * 60 * 60 < table.rows["upper"].numel() / 6
+    for found, wanted in zip([common, *others], [expected[0], *expected[1]], strict=True):
+        assert all(map(torch.equal, found, wanted))
 
 
 @pytest.mark.parametrize("age", [200, 340, 400])

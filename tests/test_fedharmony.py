@@ -531,6 +531,9 @@ def test_cluster_every_keeps_the_last_clusters() -> None:
 
     Toy("fedharmony", {"cluster_every": 3}, rounds=8, method_class=Counting).run()
     assert calls == [1, 3, 6]
+    calls.clear()  # with clusters of each client's own, none in common
+    Toy("fedharmony", {"client_clusters": True}, rounds=3, method_class=Counting).run()
+    assert calls == [1] * 5 + [2] * 5
 
 
 def test_teachers_are_parts_of_one_stack() -> None:
@@ -983,12 +986,13 @@ def test_many_labels_are_clustered_every_fifth_round() -> None:
 
 
 def test_more_pairs_than_the_machine_can_hold(monkeypatch: pytest.MonkeyPatch) -> None:
-    """A method that compares all pairs says so before the first matrix: 100 · 50² bytes here."""
-    monkeypatch.setattr("fedharmony.methods.fedharmony.machine_memory", lambda: 1_000_000)
-    task = Task(classes=50, clients=2, rounds=1, batch_size=1, epochs=1, seed=0, width=1, lr=0.1)
+    """(110 + 20 · 3) · 50² bytes are refused before the first matrix if half of all is less."""
+    monkeypatch.setattr("fedharmony.methods.fedharmony.machine_memory", lambda: 850_000)
+    task = replace(TASK, classes=50, cohort=3)
     FedHarmony(FedHarmony.Config(), task)
-    with pytest.raises(ConfigError, match=r"51 labels need about 0 GB"):
-        FedHarmony(FedHarmony.Config(), replace(task, classes=51))
+    for change in ({"classes": 51}, {"cohort": 4}):
+        with pytest.raises(ConfigError, match=r"5\d labels and a cohort of . need about 0.0 GB"):
+            FedHarmony(FedHarmony.Config(), replace(task, **change))
 
 
 # -- unknown labels --------------------------------------------------------------------------------

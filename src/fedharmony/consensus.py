@@ -250,17 +250,19 @@ class CorrelationTable:
         Clients that are not in the table share everybody's. Their matrices are rounded to ``dtype``
         at the very end.
         """
+        places = {k: row for row, k in enumerate(self.rows["client"].tolist())}
+        heard = torch.tensor([places[k] for k in clients if k in places], device=self.device).long()
         consensus: _Weighted | _Middle | _WeightedMiddle
         if self.operator.name in WEIGHTED:
             consensus = _Weighted(self, self.rows, round)
         elif self.operator.by_support:
-            consensus = _WeightedMiddle(self, round)
+            consensus = _WeightedMiddle(self, round, heard, dtype)
         else:
             consensus = _Middle(self)
         common = consensus.everybody()
-        places = {k: row for row, k in enumerate(self.rows["client"].tolist())}
-        heard = torch.tensor([places[k] for k in clients if k in places], device=self.device).long()
-        rows = {**self.rows, "place": torch.arange(len(places), device=self.device)}
+        place = torch.zeros(len(places), dtype=torch.int64, device=self.device)
+        place[heard] = torch.arange(len(heard), device=self.device)  # among those heard
+        rows = {**self.rows, "place": place}
         others = (
             Agreement(*own)
             for part in parts(len(heard), self.classes**2, self.device)
@@ -325,14 +327,14 @@ class _Weighted:
             self.total = _add(self.total, values * weights)
             self.weight = _add(self.weight, weights)
 
-    def terms(self, rows: Group) -> tuple[Tensor, Tensor]:
-        """R_j, or the moments, (J, width), and w_j, (J, width or 1), in float64."""
+    def terms(self, rows: Group, pairs: slice = slice(None)) -> tuple[Tensor, Tensor]:
+        """R_j, or the moments, (J, width), and w_j, (J, width or 1), in float64, of some pairs."""
         operator, triangle = self.operator, self.table.triangle
         images = own = rows["examples"].unsqueeze(-1)
         if self.table.unknown_labels:
-            images = (images * rows["known"]).round()
-            own = triangle.diagonal(images)
-        values, weights = rows["upper"].double(), images.double()
+            own = (images * triangle.diagonal(rows["known"])).round()
+            images = (images * rows["known"][:, pairs]).round()
+        values, weights = rows["upper"][:, pairs].double(), images.double()
         if operator.name == "mean":
             weights = (weights > 0).double()
         elif operator.by_support:
@@ -344,7 +346,7 @@ class _Weighted:
         if operator.by_support:
             # Nothing is at least half of one image of none: 0.5 / 0 is infinite.
             predicted = rows["marginal"] >= (0.5 / own).clamp(min=operator.min_support)
-            first, second = triangle.ends(predicted)
+            first, second = triangle.ends(predicted, pairs)
             weights = weights * (first & second)
         elif operator.name == "pooled":
             values = self._moments(values, rows["marginal"].double())
@@ -439,55 +441,64 @@ class _WeightedMiddle:
     Without a client, whose weight w_k has A_k below it, the integral is S(q) up to A_k, and
     ``S(q + w_k) − w_k x_k`` above: two searches among the sorted weights for each of its entries.
 
-    The sorted values, their sums, the sums of their weights (with a zero before them, and without)
-    and A are kept: in float64, ten times the memory of the clients' matrices.
+    Pairs are taken a part at a time: what is kept are the means of everybody, and of all others for
+    each client that is ``heard`` (a row of the table), as ``dtype``.
     """
 
-    def __init__(self, table: CorrelationTable, round: int) -> None:
-        self.sums = _Weighted(table, table.rows, round)
-        values, weights = self.sums.terms(table.rows)
-        self.ordered, order = values.mT.contiguous().sort(-1)
-        weights = weights.mT.contiguous().gather(-1, order)
-        start = torch.zeros_like(weights[:, :1])
-        self.ends = weights.cumsum(-1)
-        self.upto = torch.cat([start, self.ends], -1)
-        self.integral = torch.cat([start, (self.ordered * weights).cumsum(-1)], -1)
-        self.below = torch.empty_like(weights).scatter_(-1, order, self.upto[:, :-1])
+    def __init__(
+        self, table: CorrelationTable, round: int, heard: Tensor, dtype: torch.dtype
+    ) -> None:
+        self.sums, device = _Weighted(table, table.rows, round), table.device
+        count, pairs = table.rows["upper"].shape
+        self.mean = torch.zeros(pairs, dtype=torch.float64, device=device)
+        self.others = torch.zeros(len(heard), pairs, dtype=dtype, device=device)
+        for part in parts(pairs, count, device):
+            values, weights = (t.mT.contiguous() for t in self.sums.terms(table.rows, part))
+            common, others = _middles(values, weights, heard, table.operator.trim)
+            self.mean[part], self.others[:, part] = common, others.mT.clamp(-1, 1).to(dtype)
 
     def everybody(self) -> Agreement:
         """The consensus of all clients of the table."""
-        nobody = torch.zeros_like(self.upto[:, :1])
-        mean = self._middle(nobody, nobody, nobody)
-        return self._agreement(mean.squeeze(-1), self.sums.weight > 0, torch.float64)
+        return self._agreement(self.mean.clamp(-1, 1), self.sums.weight > 0)
 
     def without(self, rows: Group, dtype: torch.dtype) -> Agreement:
         """For each of these clients the consensus of all others, (m, C, C)."""
-        values, weights = self.sums.terms(rows)
+        weights = self.sums.terms(rows)[1]
         known = self.sums.weight - weights > _FADED * self.sums.weight
-        own, weight = values.mT.contiguous(), weights.mT.contiguous()
-        mean = self._middle(own, weight, self.below[:, rows["place"]])
-        return self._agreement(mean.mT, known, dtype)
+        return self._agreement(self.others[rows["place"]].to(dtype), known)
 
-    def _middle(self, own: Tensor, weight: Tensor, below: Tensor) -> Tensor:
-        """The middle without values ``own``, their weights and A, (pairs, m) each."""
-        trim, rest = self.sums.operator.trim, self.upto[:, -1:] - weight
+    def _agreement(self, mean: Tensor, known: Tensor) -> Agreement:
+        """Means and known entries (..., pairs) as matrices (..., C, C)."""
+        triangle = self.sums.table.triangle
+        return Agreement(triangle.square(torch.where(known, mean, 0)), triangle.square(known))
+
+
+def _middles(values: Tensor, weights: Tensor, heard: Tensor, trim: float) -> tuple[Tensor, Tensor]:
+    """The weighted middle of values (pairs, J), and without each of the ``heard``, (pairs, m)."""
+    ordered, order = values.sort(-1)
+    sorted_weights = weights.gather(-1, order)
+    start = torch.zeros_like(weights[:, :1])
+    ends = sorted_weights.cumsum(-1)
+    upto = torch.cat([start, ends], -1)
+    areas = torch.cat([start, (ordered * sorted_weights).cumsum(-1)], -1)
+    below = torch.empty_like(weights).scatter_(-1, order, upto[:, :-1])
+
+    def middle(own: Tensor, weight: Tensor, below: Tensor) -> Tensor:
+        """Without values ``own``, their weights and A, (pairs, m) each."""
+        rest = upto[:, -1:] - weight
 
         def integral(q: Tensor) -> Tensor:
             passed = q > below
             q = torch.where(passed, q + weight, q)
-            place = torch.searchsorted(self.ends, q)
-            place = place.clamp(max=self.ordered.shape[-1] - 1)
-            beyond = (q - self.upto.gather(-1, place)) * self.ordered.gather(-1, place)
-            return self.integral.gather(-1, place) + beyond - torch.where(passed, weight * own, 0)
+            place = torch.searchsorted(ends, q).clamp(max=ordered.shape[-1] - 1)
+            beyond = (q - upto.gather(-1, place)) * ordered.gather(-1, place)
+            return areas.gather(-1, place) + beyond - torch.where(passed, weight * own, 0)
 
-        middle = integral((1 - trim) * rest) - integral(trim * rest)
-        return middle / torch.where(rest > 0, (1 - 2 * trim) * rest, 1)
+        area = integral((1 - trim) * rest) - integral(trim * rest)
+        return area / torch.where(rest > 0, (1 - 2 * trim) * rest, 1)
 
-    def _agreement(self, mean: Tensor, known: Tensor, dtype: torch.dtype) -> Agreement:
-        """Means and known entries (..., pairs) as matrices (..., C, C)."""
-        triangle = self.sums.table.triangle
-        matrix = triangle.square(torch.where(known, mean, 0).clamp(-1, 1).to(dtype))
-        return Agreement(matrix, triangle.square(known))
+    common = middle(start, start, start).squeeze(-1)
+    return common, middle(values[:, heard], weights[:, heard], below[:, heard])
 
 
 def _row(told: Group, images: int) -> Tensors:

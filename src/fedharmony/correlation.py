@@ -503,9 +503,9 @@ class Triangle:
         """What packed triangles say of each label with itself, (..., C)."""
         return _pick(packed, self._places.diagonal())
 
-    def ends(self, labels: Tensor) -> tuple[Tensor, Tensor]:
-        """For each pair what (..., C) says of its first and of its second label."""
-        return _pick(labels, self._rows), _pick(labels, self._columns)
+    def ends(self, labels: Tensor, pairs: slice = slice(None)) -> tuple[Tensor, Tensor]:
+        """For each of some pairs what (..., C) says of its first and of its second label."""
+        return _pick(labels, self._rows[pairs]), _pick(labels, self._columns[pairs])
 
     def square(self, packed: Tensor) -> Tensor:
         """The symmetric matrices (..., C, C) of packed triangles."""

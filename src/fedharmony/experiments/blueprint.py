@@ -323,6 +323,7 @@ def make_method(
         robust=federation.averaging,
         server_sees=federation.server_sees,
         private=settings.privacy.active,
+        cohort=cohort_size(len(facts.sizes), federation.participation, federation.cohort),
     )
     return methods[settings.method_name](config, task)
 

@@ -95,6 +95,8 @@ class Task:
     server_sees: Literal["replies", "sums"] = "replies"
     #: Whether shares are cut and sums get noise, for differential privacy.
     private: bool = False
+    #: Clients per round, as expected of random cohorts.
+    cohort: int = 1
 
     @property
     def sums(self) -> bool:

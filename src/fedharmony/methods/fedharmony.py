@@ -86,8 +86,9 @@ CLUSTERS = "clusters"  # state: the clusters of the last round
 CLUSTERED_OFTEN = 512
 #: Halvings of the interval in which a bounded temperature is looked for.
 BISECTIONS = 30
-#: Memory per pair of labels, measured with two clients: matrices of clients, teacher and clusters.
-PAIR_BYTES = 100
+#: Memory per pair of labels while one client trains, measured with 2 to 30 clients: at all, and for
+#: each client of a cohort. Each client that trains beside the first takes another 50 bytes.
+PAIR_BYTES, COHORT_BYTES = 110, 20
 
 
 #: An alignment that does not make scores timid, chosen on held-out training images (docs).
@@ -271,11 +272,12 @@ class FedHarmony(Method):
                 f"methods.fedharmony.groups = {self.groups} is more than the {task.classes} labels "
                 "of the data. Choose fewer clusters, or leave it out for round(√C)."
             )
-        if (needed := PAIR_BYTES * task.classes**2) > machine_memory() / 4:
+        needed = (PAIR_BYTES + COHORT_BYTES * task.cohort) * task.classes**2
+        if needed > machine_memory() / 2:
             raise ConfigError(
-                f"FedHarmony compares all pairs of labels: {task.classes:,} labels need about "
-                f"{needed / 1e9:.0f} GB, more than a quarter of this machine's memory. Use fewer "
-                "labels, or another method."
+                f"FedHarmony compares all pairs of labels: {task.classes:,} labels and a cohort of "
+                f"{task.cohort} need about {needed / 1e9:.1f} GB, more than half of this machine's "
+                "memory. Use fewer labels, a smaller cohort, or another method."
             )
         consensus = config.consensus or ("support" if task.sums else "support_trimmed")
         if task.unknown_labels and consensus not in BY_ENTRY:
@@ -403,11 +405,12 @@ class FedHarmony(Method):
         # Clusters of a client's own are found from its matrix before it is rounded.
         dtype = torch.float64 if self.config.client_clusters else torch.float32
         common, teachers = table.teachers(clients, round, dtype)
-        kept = self.common_clusters(state, common.matrix, round)
-        weight = torch.full((), self.align_weight(round), device=kept.device)
+        each = self.config.client_clusters
+        kept = None if each else self.common_clusters(state, common.matrix, round)
+        weight = torch.full((), self.align_weight(round), device=common.matrix.device)
         personal = {}
         for client, (matrix, known) in zip(clients, teachers, strict=True):
-            ids = self.clusters(matrix, round) if self.config.client_clusters else kept
+            ids = self.clusters(matrix, round) if kept is None else kept
             teacher = {"matrix": matrix.float(), "known": known, "clusters": ids, "weight": weight}
             personal[client] = messages[client].replace({TEACHER: teacher})
         return personal
