@@ -105,7 +105,7 @@ def test_shares_that_are_not_finite_are_left_out_by_all_processes(tmp_path: Path
 
 def test_answers_survive_the_way() -> None:
     groups = {"params": {"w": torch.randn(3, 2)}, "odd": {"n": torch.tensor(4), "": torch.ones(1)}}
-    reply = Reply(7, 21, Record(groups, {"loss": 0.5, "steps": 3}), finite=False, saved=True)
+    reply = Reply(7, 21, Record(groups, {"loss": 0.5, "steps": 3}), finite=False)
     found = _unpack(_pack(reply), torch.device("cpu"))
     assert isinstance(found, Reply)
     assert replace(found, record=reply.record) == reply
