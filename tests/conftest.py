@@ -1,7 +1,5 @@
 """Shared test set-up: one thread per worker, so that xdist workers do not fight over cores."""
 
-from collections.abc import Iterator
-
 import pytest
 import torch
 
@@ -11,8 +9,7 @@ torch.set_num_threads(1)
 
 
 @pytest.fixture(autouse=True)
-def no_fallbacks_of_other_tests() -> Iterator[None]:
+def no_fallbacks_of_other_tests() -> None:
     """Each test counts its own, and sees their traces."""
-    fallbacks.forget()
-    yield
-    fallbacks.forget()
+    fallbacks.drain()
+    fallbacks._traced.clear()

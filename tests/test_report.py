@@ -834,7 +834,7 @@ def test_lost_clients_are_said_at_the_top_and_marked_in_tables(tmp_path: Path) -
     ("changes", "sentence"),
     [
         ({0: {"saved": [3, 5]}}, "This run trained a client a second time, in full precision"),
-        ({0: {"saved": [3, 5]}}, "values that are not finite (2 times, in round 1)"),
+        ({0: {"saved": [3, 5]}}, "values were not finite (2 times, in round 1)"),
         (
             {2: {"fallbacks": {"memory": 1}}, 0: {"fallbacks": {"memory": 2, "plain": 1}}},
             "device's memory (3 times, in rounds 1, 3): free the device, or set engine.stack",

@@ -24,30 +24,18 @@ CAUSES: Mapping[str, tuple[str, str]] = {
         "free the device, or set engine.stack to a smaller number",
     ),
     "plain": (
-        "trained a client a second time, in full precision and step by step, because the fast path "
-        "gave values that are not finite",
+        "trained a client a second time, in full precision and step by step, because its values "
+        "were not finite",
         "set engine.precision = 'float32' if it happens often",
     ),
     "slow": (
         "gave up half precision, compiled and recorded steps for the rest of the run",
-        "set engine.precision = 'float32', engine.compile = false and engine.graphs = false",
+        "set engine.precision = 'float32'",
     ),
-    "compile": (
-        "ran uncompiled what could not be compiled",
-        "mend what the log names, or set engine.compile = false",
-    ),
-    "graphs": (
-        "launched a step piece by piece, because it could not be recorded",
-        "set engine.graphs = false",
-    ),
-    "device": (
-        "computed on the CPU of a machine with a GPU that torch does not see",
-        "install its driver and a torch for it, or set engine.device = 'cpu'",
-    ),
-    "cache": (
-        "decoded images again, because their cache was damaged",
-        "check the disk of the cache folder",
-    ),
+    "compile": ("ran uncompiled what could not be compiled", "see the log for what to mend"),
+    "graphs": ("could not record a step, and launched it piece by piece", "see the log"),
+    "device": ("computed on the CPU beside a GPU that torch does not see", "install its driver"),
+    "cache": ("decoded images again, because their cache was damaged", "check the cache's disk"),
 }
 #: Most fallbacks of one cause that another process can have counted in one exchange.
 MOST = 10**6
@@ -58,7 +46,6 @@ _traced: set[str] = set()
 
 def note(cause: str, what: str, error: BaseException | None = None) -> None:
     """Count a fallback, and log in one sentence ``what`` happened."""
-    assert cause in CAUSES, f"unknown cause {cause!r}"
     _counts[cause] += 1
     trace = ""
     if error is not None and cause not in _traced:
@@ -85,9 +72,3 @@ def drain() -> dict[str, int]:
     found = {cause: _counts[cause] for cause in CAUSES if _counts[cause]}
     _counts.clear()
     return found
-
-
-def forget() -> None:
-    """Begin anew, with traces."""
-    _counts.clear()
-    _traced.clear()

@@ -4,6 +4,8 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 
+import torch
+
 from fedharmony.types import Group, Tensors
 
 
@@ -35,10 +37,9 @@ class Shapes:
 
 def padded(tensors: Group, lanes: int) -> Tensors:
     """A copy of stacked tensors (M, ...) with zeros for the clients up to ``lanes``."""
-    places = {name: t.new_zeros(lanes, *t.shape[1:]) for name, t in tensors.items()}
-    for name, tensor in tensors.items():
-        places[name][: len(tensor)] = tensor
-    return places
+    return {
+        n: torch.cat([t, t.new_zeros(lanes - len(t), *t.shape[1:])]) for n, t in tensors.items()
+    }
 
 
 def rounded_up(number: int, bits: int = 2) -> int:

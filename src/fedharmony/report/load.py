@@ -165,10 +165,9 @@ class RunView:
         """
         found: dict[str, dict[int, int]] = {}
         for event in self.rounds:
-            older = {"plain": len(event.get("saved") or ())}
-            for cause, times in (event.get("fallbacks") or older).items():
-                if times:
-                    found.setdefault(cause, {})[int(event["round"]) + 1] = times
+            older = {"plain": len(event["saved"])} if event.get("saved") else {}
+            for cause, times in event.get("fallbacks", older).items():
+                found.setdefault(cause, {})[int(event["round"]) + 1] = times
         return found
 
     @property
