@@ -20,6 +20,7 @@ from fedharmony.models.heads import LinearHead
 from fedharmony.models.timm_backbone import PREFIX, TimmBackbone
 from fedharmony.models.vit import ViT
 from fedharmony.models.weights import from_jax, load_weights
+from fedharmony.terminal import warn_once
 
 timm = pytest.importorskip("timm")
 
@@ -98,7 +99,7 @@ def write_weights(folder: Path, mean: list[float] | None = None) -> Path:
     folder.mkdir(parents=True, exist_ok=True)
     save_file(vit.init(torch.Generator().manual_seed(5)), folder / "model.safetensors")
     if mean is not None:
-        config = {"pretrained_cfg": {"mean": mean, "std": [0.2, 0.3, 0.4]}}
+        config = {"architecture": "vit", "pretrained_cfg": {"mean": mean, "std": [0.2, 0.3, 0.4]}}
         (folder / "config.json").write_text(json.dumps(config))
     return folder / "model.safetensors"
 
@@ -112,6 +113,31 @@ def test_the_input_normalisation_follows_the_weights(tmp_path: Path) -> None:
     assert (own.mean, own.std) == ((0.1, 0.2, 0.3), (0.2, 0.3, 0.4))
     silent = {**vars(SMALL), "weights": str(write_weights(tmp_path / "b"))}
     assert ViT(ViT.Config(**silent), InputSpec(3, 8, 8)).mean == (0.5, 0.5, 0.5)
+
+
+@pytest.mark.parametrize("odd", ["two files", "no architecture", "no object", "brackets"])
+def test_a_config_that_may_be_another_networks_is_not_taken(
+    tmp_path: Path, odd: str, caplog: pytest.LogCaptureFixture
+) -> None:
+    file = write_weights(tmp_path, mean=[0.4, 0.4, 0.4])
+    texts = {"no architecture": '{"mean": [0.4, 0.4, 0.4], "std": [1, 1, 1]}', "no object": "[]"}
+    if odd == "two files":
+        (tmp_path / "other.pth").touch()
+    else:
+        (tmp_path / "config.json").write_text(texts.get(odd, "[" * 100_000))
+    warn_once.cache_clear()
+    found = hub.locate(str(file))
+    assert (found.path, found.mean, found.std) == (file, None, None)
+    assert "config.json is not taken" in caplog.text
+
+
+def test_a_home_that_nobody_has_is_a_path_that_is_not_there() -> None:
+    path = "~nobody-of-that-name/x.safetensors"
+    assert str(hub.locate(path).path) == path
+    vit = ViT(SMALL, InputSpec(3, 8, 8))
+    for name in (path, "x" * 5000):
+        with pytest.raises(ConfigError, match="does not exist"):
+            load_weights(name, vit.shapes(), vit.grid)
 
 
 class EntryNotFoundError(Exception):

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import os
 import random
+import resource
 from dataclasses import MISSING, dataclass, fields, replace
 from pathlib import Path
 from typing import Annotated, Any, Literal
@@ -13,6 +14,7 @@ import pytest
 import torch
 from annotated_types import Ge
 
+from fedharmony import config
 from fedharmony.config import (
     FilePath,
     build,
@@ -253,3 +255,36 @@ def test_checked_settings_hold_what_a_file_would_give() -> None:
         TrainSettings(lr=-1)
     with pytest.raises(ConfigError, match=r"^Setting train.lr = -1 is not allowed: .*greater than"):
         build(TrainSettings, {"lr": -1}, "train")
+
+
+@pytest.mark.parametrize(
+    ("groups", "files", "expected"),
+    [
+        ("0::/", {"memory.max": "4000000\n"}, 4_000_000),
+        ("0::/job/step", {"job/memory.max": "3000000", "job/step/memory.max": "max"}, 3_000_000),
+        ("4:memory:/a\n0::/", {"memory/a/memory.limit_in_bytes": "2000000"}, 2_000_000),
+        ("4:memory:/hidden", {"memory/memory.limit_in_bytes": "1000000"}, 1_000_000),
+        ("3:cpu:/\n0::/", {"memory.max": "max"}, None),
+    ],
+)
+def test_the_memory_of_a_machine_is_what_its_groups_allow(
+    tmp_path: Path,
+    monkeypatch: pytest.MonkeyPatch,
+    groups: str,
+    files: dict[str, str],
+    expected: int | None,
+) -> None:
+    """Control groups of versions 2 and 1; a container may not see the path of its own group."""
+    monkeypatch.setattr(config, "CGROUP", tmp_path / "cgroup")
+    monkeypatch.setattr(config, "CGROUPS", tmp_path / "fs")
+    whole = config.machine_memory()
+    (tmp_path / "cgroup").write_text(groups + "\n")
+    for name, text in files.items():
+        (tmp_path / "fs" / name).parent.mkdir(parents=True, exist_ok=True)
+        (tmp_path / "fs" / name).write_text(text)
+    assert config.machine_memory() == (expected or whole)
+
+
+def test_the_memory_of_a_process_is_bounded_by_ulimit(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(resource, "getrlimit", lambda kind: (5_000_000, resource.RLIM_INFINITY))
+    assert config.machine_memory() == 5_000_000

@@ -17,6 +17,7 @@ import math
 import os
 import tomllib
 from collections.abc import Iterable, Mapping
+from contextlib import suppress
 from pathlib import Path
 from typing import Annotated, Any, TypeAlias, TypeVar, get_type_hints
 
@@ -34,6 +35,8 @@ Tree = dict[str, Any]
 FILE_LIMIT, DEPTH = 16 << 20, 8
 #: The largest whole number that every program reads from JSON as it was written.
 LARGEST = 2**53
+#: Which control groups this process belongs to, and where their limits are.
+CGROUP, CGROUPS = Path("/proc/self/cgroup"), Path("/sys/fs/cgroup")
 
 
 def read_toml(path: str | Path) -> Tree:
@@ -297,8 +300,27 @@ def _is_text(value: str) -> bool:
 
 
 def machine_memory() -> int:
-    """The bytes of memory that this machine has, for limits that depend on it."""
-    return os.sysconf("SC_PAGE_SIZE") * os.sysconf("SC_PHYS_PAGES")
+    """The bytes of memory that this process may have, for limits that depend on it.
+
+    Those of the machine, or fewer: as the control groups of a container or of a Slurm job allow
+    (that of the process, and all above it), or ``ulimit -v``.
+    """
+    limits = [os.sysconf("SC_PAGE_SIZE") * os.sysconf("SC_PHYS_PAGES")]
+    with suppress(ImportError, OSError):  # Windows has none; a sandbox may hide the groups
+        import resource
+
+        soft, _ = resource.getrlimit(resource.RLIMIT_AS)
+        limits += [soft] if soft != resource.RLIM_INFINITY else []
+        for line in CGROUP.read_text().splitlines():
+            _, kind, place = line.split(":", 2)
+            if kind not in ("", "memory"):  # version 2, version 1
+                continue
+            group = CGROUPS / kind / place.lstrip("/")
+            for folder in (group, *group.parents):
+                for name in ("memory.max", "memory.limit_in_bytes"):
+                    with suppress(OSError, ValueError):  # there is none, or it is "max"
+                        limits.append(int((folder / name).read_text()))
+    return min(limits)
 
 
 def tree_of(settings: Any) -> Tree:

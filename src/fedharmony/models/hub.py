@@ -16,10 +16,15 @@ from pathlib import Path
 from typing import Any
 
 from fedharmony.errors import ConfigError
+from fedharmony.reading import is_file, is_there, parse_json, read_regular, user_path
+from fedharmony.terminal import warn_once
 
 #: Files a model of the hub may keep its weights in, best first.
 WEIGHT_FILES = ("model.safetensors", "pytorch_model.bin")
 FILE_SUFFIXES = (".safetensors", ".pth", ".pt", ".bin", ".npz")
+
+#: Bytes of a ``config.json``.
+CONFIG_LIMIT = 1 << 20
 
 Triple = tuple[float, float, float]
 
@@ -35,9 +40,9 @@ class Weights:
 
 def locate(weights: str) -> Weights:
     """The file behind a path or a model's name, which is fetched if it is not in the cache."""
-    path = Path(weights).expanduser()
-    if path.suffix in FILE_SUFFIXES or path.exists():
-        return Weights(path, *_normalisation(path.parent / "config.json"))
+    path = user_path(weights)
+    if path.suffix in FILE_SUFFIXES or is_there(path):
+        return Weights(path, *_normalisation_beside(path))
     file = _in_cache(repository(weights)) or fetch(weights)
     return Weights(file, *_normalisation(file.parent / "config.json"))
 
@@ -112,6 +117,30 @@ def _hub() -> Any:
             '"fedharmony[vision]". Without it, set model.weights to a file.'
         ) from None
     return huggingface_hub
+
+
+def _normalisation_beside(file: Path) -> tuple[Triple | None, Triple | None]:
+    """That of a ``config.json`` beside a local file, if nothing else there could be meant by it.
+
+    It has to name the network that it is of, and be the only file of weights in its folder.
+    """
+    config = file.parent / "config.json"
+    if not is_file(config):
+        return None, None
+    weights = [other for other in file.parent.iterdir() if other.suffix in FILE_SUFFIXES]
+    try:
+        content = parse_json(read_regular(config, CONFIG_LIMIT))
+        named = isinstance(content, dict) and isinstance(content.get("architecture"), str)
+    except (OSError, ValueError):
+        named = False
+    if named and weights == [file]:
+        return _normalisation(config)
+    why = "names no architecture" if not named else f"{len(weights)} files of weights are beside it"
+    warn_once(
+        f"{config} is not taken for the input mean and standard deviation of {file.name}: {why}. "
+        "The defaults of the network are used."
+    )
+    return None, None
 
 
 def _normalisation(config: Path) -> tuple[Triple | None, Triple | None]:

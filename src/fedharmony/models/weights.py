@@ -19,6 +19,7 @@ from safetensors.torch import load_file
 from torch import Tensor
 
 from fedharmony.errors import ConfigError, some
+from fedharmony.reading import is_file, user_path
 from fedharmony.types import Group, Tensors
 
 
@@ -36,7 +37,7 @@ def load_weights(
         shapes: name and shape of every parameter that is wanted, in the order of the result.
         grid: rows and columns of patches of the images to come.
     """
-    path = Path(path).expanduser()
+    path = user_path(path)
     tensors = {
         name: tensor.float()
         for name, tensor in read_weights(path).items()
@@ -112,7 +113,7 @@ def from_jax(arrays: Mapping[str, npt.NDArray[Any]]) -> Tensors:
 
 def read_weights(path: Path) -> Group:
     """All tensors of a weights file by name, whatever its format."""
-    if not path.is_file():
+    if not is_file(path):
         raise ConfigError(
             f"Weights file {path} does not exist. Check the path, or leave `weights` out to start "
             "from random weights."

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import multiprocessing
-import resource
+import sys
 import tempfile
 import threading
 from collections.abc import Mapping, Sequence
@@ -213,4 +213,7 @@ def _trained_memory(tree: Mapping[str, Any]) -> float:
     if status.is_file():  # what the parent process held does not count here
         (line,) = (x for x in status.read_text().splitlines() if x.startswith("VmHWM"))
         return int(line.split()[1]) * 1024 / 1e6
-    return resource.getrusage(resource.RUSAGE_SELF).ru_maxrss * 1024 / 1e6
+    import resource  # of Unix alone
+
+    unit = 1 if sys.platform == "darwin" else 1024
+    return resource.getrusage(resource.RUSAGE_SELF).ru_maxrss * unit / 1e6
