@@ -12,6 +12,7 @@ from unittest import mock
 
 import numpy as np
 import numpy.typing as npt
+import pandas as pd
 import pytest
 import torch
 
@@ -283,6 +284,55 @@ def test_columns_of_a_data_frame_name_the_labels() -> None:
         "label 0",
         "label 1",
     )
+
+
+def frames(count: int = 120) -> tuple[Any, Any]:
+    x, y = features(count)
+    rows = [f"p{i}" for i in range(count)]
+    return (
+        pd.DataFrame(x, columns=list("uvwxyz"), index=rows),
+        pd.DataFrame(y, columns=list("abcd"), index=rows),
+    )
+
+
+def test_columns_of_data_frames_are_put_in_order_by_their_names(tmp_path: Path) -> None:
+    x, y = frames()
+    given: dict[str, Any] = {"clients": 3, "rounds": 1, "quiet": True}
+    run = fh.train(x, y, test=(x[list("zyxwvu")], y[list("dcba")]), out=tmp_path / "1", **given)
+    expected = run.predict(x)
+    assert np.array_equal(run.predict(x[list("wzuxyv")]), expected)
+    assert np.array_equal(run.predict(x.to_numpy()), expected)
+    same = fh.train(x, y, test=(x.to_numpy(), y.to_numpy()), out=tmp_path / "2", **given)
+    assert same.metrics == run.metrics
+    assert run.evaluate(x[list("wzuxyv")], y[list("badc")]).map == run.evaluate(x, y).map
+    with pytest.raises(DataError, match="differ in t, u"):
+        run.predict(x.rename(columns={"u": "t"}))
+    with pytest.raises(DataError, match="other row indices"):
+        run.evaluate(x, y[::-1])
+    turned = data_set(x, y[list("dcba")], 0.5, classes=list("abcd"))
+    assert np.array_equal(turned.train.labels, data_set(x, y, 0.5).train.labels)
+
+
+def test_rows_of_data_frames_have_to_be_named_alike() -> None:
+    x, y = frames(10)
+    sites = pd.Series(["n", "s"] * 5, index=x.index)
+    for given in ((x, y[::-1], 0.5), (x, y, 0.5, None, sites[::-1]), (x, y, (x, y[::-1]))):
+        with pytest.raises(DataError, match="other row indices"):
+            data_set(*given)
+    whole = data_set(x, y, 0.5, clients=sites)
+    assert set(whole.train.users) == {"n", "s"}  # type: ignore[arg-type]
+
+
+@pytest.mark.parametrize("missing", [None, float("nan"), "", pd.NA, pd.NaT])
+def test_an_image_without_its_client_is_refused(missing: Any) -> None:
+    x, y = frames(6)
+    owners = ["n", "s", missing, "s", "n", missing]
+    for clients in (owners, pd.Series(owners, index=x.index), np.array(owners, object)):
+        with pytest.raises(DataError, match="client of image 2 is missing, as of 2 of 6"):
+            data_set(x, y, 0.5, clients=clients)
+    numbers = pd.Series([1, 2, None, 1, 2, 1], index=x.index)  # which makes floats of them
+    with pytest.raises(DataError, match="client of image 2 is missing"):
+        data_set(x, y, 0.5, clients=numbers)
 
 
 X, Y = features(10)

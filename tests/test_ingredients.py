@@ -119,7 +119,7 @@ def test_a_head_of_noisy_sums_by_hand() -> None:
 
 @pytest.mark.parametrize("seed", range(5))
 def test_noise_that_makes_the_covariance_negative_leaves_a_useful_head(seed: int) -> None:
-    """Solved as if there were no noise, the head of the same sums is little better than chance."""
+    """Solved as if there were no noise, the same sums have no solution."""
     images, width, noise = 1000, 60, 75.0
     features, labels = example(seed, images, width)
     gram, cross = sums(features, labels)

@@ -21,7 +21,7 @@ import numpy as np
 import numpy.typing as npt
 
 from fedharmony.config import built_in_configs, flat, nested
-from fedharmony.data.arrays import data_set, inputs_of, labels_of
+from fedharmony.data.arrays import data_set, in_order, inputs_of, labels_of, refuse_other_rows
 from fedharmony.data.base import DataSet, datasets
 from fedharmony.data.table import UNKNOWN
 from fedharmony.errors import CheckpointError, ConfigError, DataError
@@ -43,6 +43,7 @@ from fedharmony.experiments.settings import Layer, Settings, combine, compose, l
 from fedharmony.experiments.trained import TrainedModel, load_model
 from fedharmony.metrics import MultiLabelResult
 from fedharmony.metrics import evaluate as metrics_of
+from fedharmony.models.base import FeatureSpec
 from fedharmony.report.load import Runs
 from fedharmony.report.load import load as read_runs
 from fedharmony.report.page import write_report
@@ -91,8 +92,8 @@ class Run:
         """The score of every label, from 0 to 1, for new images.
 
         These are an array or tensor as :func:`train` takes it; or paths of image files, folders and
-        tables, or of files of features. The result is float32 (N, C), labels in the order of
-        :attr:`classes`.
+        tables, or of files of features. Columns of a data frame are put in order by their names.
+        The result is float32 (N, C), labels in the order of :attr:`classes`.
         """
         if places := _paths(images):
             found = list(predictions(self.model, places))
@@ -104,7 +105,9 @@ class Run:
                     "images out."
                 )
             return np.stack([p.scores for p in found if p.scores is not None])
-        inputs, wanted = inputs_of(images), self.model.facts.input
+        wanted = self.model.facts.input
+        names = wanted.names if isinstance(wanted, FeatureSpec) else ()
+        inputs = inputs_of(in_order(images, names, "images"))
         if inputs.shape != wanted.shape:
             raise DataError(
                 f"The model takes {wanted}, an array of shape {('N', *wanted.shape)}; these have "
@@ -123,7 +126,8 @@ class Run:
 
         Labels are (N, C) zeros and ones; NaN or −1 where a label is unknown.
         """
-        truth = labels_of(labels)
+        refuse_other_rows(images, labels)
+        truth = labels_of(in_order(labels, self.classes, "labels"))
         return metrics_of(self.predict(images), truth, self.settings.metrics, truth != UNKNOWN)
 
     def report(self, path: str | Path | None = None) -> Path:

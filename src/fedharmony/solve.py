@@ -18,7 +18,7 @@ WRONG = 1e-9
 def solve_spd(matrix: Tensor, right: Tensor) -> Tensor:
     """``A⁻¹ b`` in float64, for A (..., n, n), symmetric and positive definite, and b (..., n, m).
 
-    >>> solve_spd(torch.tensor([[2.0, 0.0], [0.0, 4.0]]), torch.tensor([[2.0], [2.0]])).tolist()
+    >>> solve_spd(torch.tensor([[4.0, 0.0], [0.0, 16.0]]), torch.tensor([[4.0], [8.0]])).tolist()
     [[1.0], [0.5]]
     """
     a, b = matrix.double(), right.double()

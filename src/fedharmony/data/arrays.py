@@ -17,7 +17,7 @@ import torch
 from fedharmony.data.base import DataSet, LabelledImages, Source, TensorImages, datasets
 from fedharmony.data.features import FARTHEST, labelled
 from fedharmony.data.table import UNKNOWN, held_out
-from fedharmony.errors import DataError
+from fedharmony.errors import DataError, some
 from fedharmony.types import Index, Labels
 
 #: What decides which images are held out.
@@ -48,6 +48,37 @@ def array_of(given: Any, what: str) -> npt.NDArray[Any]:
         return np.asarray(given)
     except (ValueError, TypeError) as error:
         raise DataError(f"The {what} are no array: {error}.") from None
+
+
+def columns_of(given: Any) -> tuple[str, ...]:
+    """The names of a data frame's columns; none of anything else."""
+    return tuple(map(str, getattr(given, "columns", ())))
+
+
+def in_order(given: Any, names: Sequence[str], what: str) -> Any:
+    """A data frame's columns as the names say; what has no names stays as it is."""
+    own = columns_of(given)
+    if not own or not names or own == tuple(names):
+        return given
+    if sorted(own) != sorted(names):
+        odd = some(sorted({*own} ^ {*names})) or "one of them twice"
+        raise DataError(
+            f"The columns of the {what} are not those of the training data, {some(list(names))}: "
+            f"they differ in {odd}. Name them alike, or give an array without names."
+        )
+    return array_of(given, what)[:, [own.index(name) for name in names]]
+
+
+def refuse_other_rows(*several: Any) -> None:
+    """Refuse data frames and series that name their rows differently."""
+    indices = [getattr(one, "index", None) for one in several]  # of a list it is a method
+    rows = [list(index) for index in indices if index is not None and not callable(index)]
+    if any(other != rows[0] for other in rows[1:]):
+        raise DataError(
+            "Images, labels and clients have other row indices, or the same in another order. "
+            "Align them (labels.loc[images.index]); or call reset_index(drop=True) on each, if "
+            "they belong together as they stand."
+        )
 
 
 def inputs_of(given: Any) -> TensorImages:
@@ -139,6 +170,12 @@ def owners_of(clients: Any, count: int) -> npt.NDArray[Any]:
     parts = list(clients) if isinstance(clients, list | tuple) else []
     if not parts or not all(np.ndim(part) == 1 for part in parts):
         owners = array_of(clients, "clients")
+        told = parts or owners.tolist()
+        if missing := [i for i, own in enumerate(told) if _is_missing(own)]:
+            raise DataError(
+                f"The client of image {missing[0]} is missing, as of {len(missing):,} of "
+                f"{len(told):,} images. Fill it in, or leave these images out."
+            )
         owners = owners.astype(str) if owners.dtype.kind == "O" else owners
         if owners.shape != (count,) or owners.dtype.kind not in "iuUS":
             raise DataError(
@@ -166,6 +203,11 @@ def owners_of(clients: Any, count: int) -> npt.NDArray[Any]:
     return owners
 
 
+def _is_missing(owner: Any) -> bool:
+    """Whether it is empty text, None, NaN, or what pandas has in their place."""
+    return owner == "" if isinstance(owner, str) else str(owner) in ("None", "nan", "<NA>", "NaT")
+
+
 def data_set(
     images: Any,
     labels: Any,
@@ -175,8 +217,13 @@ def data_set(
 ) -> DataSet:
     """A data set of arrays; ``test`` are images and labels to test on, or the share held out.
 
-    An image that none of the ``clients`` holds is not used; None: not said who holds which.
+    An image that none of the ``clients`` holds is not used; None: not said who holds which. Columns
+    of data frames are put in order by their names, and rows have to be named alike.
     """
+    refuse_other_rows(images, labels, clients)
+    if classes is not None and sorted(columns_of(labels)) == sorted(map(str, classes)):
+        labels = in_order(labels, tuple(map(str, classes)), "labels")
+    features = columns_of(images)
     pool, told = _matching(images, labels)
     names = names_of(classes, labels, told.shape[1])
     owners = None if clients is None else owners_of(clients, len(told))
@@ -186,12 +233,14 @@ def data_set(
             raise DataError(f"test = {test} must be a share between 0 and 1, or (images, labels).")
         kept, held = held_out([f"{i:012d}" for i in rows], float(test), SEED)
         train, tested = (_part(pool, told, owners, rows[some]) for some in (kept, held))
-        return DataSet("arrays", names, train, tested)
+        return DataSet("arrays", names, train, tested, features=features)
     try:
         others, truth = test
     except (TypeError, ValueError):
         raise DataError("test must be a share between 0 and 1, or (images, labels).") from None
-    test_images, truth = _matching(others, truth)
+    refuse_other_rows(others, truth)
+    truth = in_order(truth, names if columns_of(labels) else (), "test labels")
+    test_images, truth = _matching(in_order(others, features, "test images"), truth)
     if test_images.shape != pool.shape or truth.shape[1] != told.shape[1]:
         raise DataError(
             f"Training images of shape {pool.shape} with {told.shape[1]} labels do not fit test "
@@ -199,7 +248,7 @@ def data_set(
         )
     train = _part(pool, told, owners, rows)
     tested = _part(test_images, truth, None, np.arange(len(truth)))
-    return DataSet("arrays", names, train, tested)
+    return DataSet("arrays", names, train, tested, features=features)
 
 
 def _matching(images: Any, labels: Any) -> tuple[TensorImages, Labels]:
