@@ -8,7 +8,6 @@ are in it, too.
 from __future__ import annotations
 
 import gc
-import itertools
 import json
 import math
 from collections.abc import Callable, Iterator, Mapping
@@ -20,7 +19,7 @@ from typing import Any
 import pytest
 import torch
 
-from fedharmony.errors import DataError, FedHarmonyError, TransportError
+from fedharmony.errors import DataError, TransportError
 from fedharmony.flower.roster import Roster, Terms
 from fedharmony.flower.transport import Sites
 from fedharmony.methods.base import Stage
@@ -30,7 +29,7 @@ from fedharmony.records import from_bytes
 from fedharmony.server.federation import FederationSettings
 from fedharmony.site.parcel import FAILED, REFUSED, REPLY, Parcel
 from fedharmony.site.records import pack, record_of
-from fedharmony.types import PARAMS, Failure, Record, Reply
+from fedharmony.types import PARAMS, Failure, Reply
 from toy import Toy
 
 #: Bytes that a message may take beyond its own size.
@@ -228,61 +227,50 @@ def file_of(header: Any, data: bytes = b"") -> bytes:
     return len(text).to_bytes(8, "little") + text + data
 
 
-def tensor(shape: list[int], end: int, dtype: str = "F32") -> dict[str, Any]:
-    return {"dtype": dtype, "shape": shape, "data_offsets": [0, end]}
+def record(dtype: str = "F32", shape: Any = (1,), end: int = 4, **changes: str) -> bytes:
+    """A file of one tensor, as a part of a parcel is."""
+    about = {"format": "fedharmony-record-1", "groups": '{"a": ["b"]}', "scalars": "{}"} | changes
+    tensor = {"dtype": dtype, "shape": shape, "data_offsets": [0, end]}
+    return file_of({"__metadata__": about, "a/b": tensor}, bytes(4))
 
 
-def about(**changes: str) -> dict[str, Any]:
-    told = {"format": "fedharmony-record-1", "groups": '{"a": ["b"]}', "scalars": "{}"}
-    return {"__metadata__": told | changes}
-
-
-def parcel_about(**changes: str) -> dict[str, Any]:
-    told = {"format": "fedharmony-parcel-1", "kind": "reply", "words": "{}"}
-    return {"__metadata__": told | changes}
+def parcel(parts: int = 0, **changes: str) -> bytes:
+    about = {"format": "fedharmony-parcel-1", "kind": "reply", "words": "{}"} | changes
+    part = {"dtype": "U8", "shape": [0], "data_offsets": [0, 0]}
+    return file_of({"__metadata__": about, **{str(i): part for i in range(parts)}})
 
 
 MANY = b"[" + b",".join([b"[]"] * 8_000_000) + b"]"
-FILES: dict[str, bytes] = {
+FILES = {
     "nothing": b"",
     "no header": b"\xff" * 8,
-    "negative": (2**64 - 1).to_bytes(8, "little") + b"{}",
     "lists": file_of(MANY),
     "metadata": file_of(b'{"__metadata__": ' + MANY + b"}"),
     "nested": file_of(b"[" * 500_000),
     "number": file_of(5),
     "without": file_of({}),
-    "shape": file_of({**about(), "a/b": tensor([2**40], 4)}, bytes(4)),
-    "overflow": file_of({**about(), "a/b": tensor([2**33, 2**33], 4)}, bytes(4)),
-    "negative shape": file_of({**about(), "a/b": tensor([-1], 4)}, bytes(4)),
-    "type": file_of({**about(), "a/b": tensor([1], 4, "X9")}, bytes(4)),
-    "many tensors": file_of({str(i): tensor([0], 0) for i in range(200_000)} | about()),
+    "many tensors": parcel(200_000),
+    "shape": record(shape=[2**40]),
+    "overflow": record(shape=[2**33, 2**33]),
+    "negative shape": record(shape=[-1]),
+    "type": record("X9"),
+    "scalars": record(scalars="[" * 5000),
+    **{f"groups {x[:9]}": record(groups=x) for x in ("[]", "5", "[" * 5000, '{"a": 5}')},
 }
-for key, value in (
-    ("groups", "[]"),
-    ("groups", "5"),
-    ("groups", "[" * 5000),
-    ("groups", '{"a": 5}'),
-):
-    FILES[f"groups {value[:9]}"] = file_of(
-        {**about(**{key: value}), "a/b": tensor([1], 4)}, bytes(4)
-    )
-FILES["scalars"] = file_of({**about(scalars="[" * 5000), "a/b": tensor([1], 4)}, bytes(4))
-PARCELS = {
-    **FILES,
-    "long words": file_of(parcel_about(words=MANY.decode())),
-    "most words": file_of(parcel_about(words="[" + ",".join(["{}"] * 349_000) + "]")),
-    "words": file_of(parcel_about(words="5")),
-    "kind": file_of(parcel_about(kind="x" * 500_000)),
-    "parts": file_of({**parcel_about(), **{str(i): tensor([0], 0, "U8") for i in range(5)}}),
+PARCELS = FILES | {
+    "long words": parcel(words=MANY.decode()),
+    "most words": parcel(words="[" + ",".join(["{}"] * 349_000) + "]"),
+    "words": parcel(words="5"),
+    "kind": parcel(kind="x" * 500_000),
+    "parts": parcel(5),
 }
 
 
 @pytest.mark.parametrize(
     ("name", "read"),
     [
-        *zip(FILES, itertools.repeat(lambda data: record_of({"own": data}, {})), strict=False),
-        *zip(PARCELS, itertools.repeat(Parcel.from_bytes), strict=False),
+        *((name, lambda data: record_of({"own": data}, {})) for name in FILES),
+        *((name, Parcel.from_bytes) for name in PARCELS),
     ],
 )
 def test_bytes_that_are_no_message_are_refused(name: str, read: Callable[[bytes], Any]) -> None:
@@ -291,7 +279,6 @@ def test_bytes_that_are_no_message_are_refused(name: str, read: Callable[[bytes]
     def refused() -> None:
         with pytest.raises(TransportError) as caught:
             read(data)
-        assert isinstance(caught.value, FedHarmonyError)
         assert len(str(caught.value)) < 2000
 
     assert growth(refused) < MOST + len(data)
@@ -299,7 +286,5 @@ def test_bytes_that_are_no_message_are_refused(name: str, read: Callable[[bytes]
 
 def test_as_much_json_as_a_message_may_hold() -> None:
     """The words of an accepted message, at their longest and most wasteful."""
-    words = '{"a": [' + ",".join(["{}"] * 349_000) + "]}"
-    data = file_of(parcel_about(words=words))
+    data = parcel(words='{"a": [' + ",".join(["{}"] * 349_000) + "]}")
     assert growth(lambda: Parcel.from_bytes(data)) < MOST
-    assert isinstance(record_of({}, {}), Record)

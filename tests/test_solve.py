@@ -14,7 +14,7 @@ import torch
 from torch import Tensor
 
 from fedharmony.correlation import pack_upper
-from fedharmony.engine.head_sums import SUMS
+from fedharmony.engine.head_sums import SUMS, gram_of
 from fedharmony.errors import NumericalError
 from fedharmony.methods import spherefed
 from fedharmony.server.head_start import HeadStart, solve
@@ -52,25 +52,13 @@ def sums_of(f: np.ndarray, labels: np.ndarray, known: np.ndarray | None) -> dict
     return {"gram": pack_upper(torch.from_numpy(grams)), "cross": torch.from_numpy(cross)}
 
 
-@pytest.mark.parametrize("shape", [(), (5,), (LABELS,)])
-def test_solutions_are_those_of_scipy(shape: tuple[int, ...]) -> None:
-    rng = np.random.default_rng(3)
-    half = rng.normal(size=(*shape, WIDTH, 2 * WIDTH))
-    a, b = half @ half.swapaxes(-1, -2), rng.normal(size=(*shape, WIDTH, 3))
-    found = solve_spd(torch.from_numpy(a), torch.from_numpy(b)).numpy()
-    pairs = zip(a.reshape(-1, WIDTH, WIDTH), b.reshape(-1, WIDTH, 3), strict=True)
-    expected = [scipy.linalg.solve(own, right, assume_a="pos") for own, right in pairs]
-    np.testing.assert_allclose(found.reshape(-1, WIDTH, 3), expected, rtol=1e-9, atol=1e-14)
-
-
 @pytest.mark.parametrize("unknown", [False, True])
 def test_a_head_of_many_features_is_that_of_numpy(unknown: bool) -> None:
     """Label by label: covariance over the images where it is known, ridge, and the scale."""
     f, labels, known = drawn()
     masks = known if unknown else np.ones_like(known)
     sums = sums_of(f, labels, known if unknown else None)
-    gram = torch.from_numpy(np.stack([_gram(f, m) for m in (masks.T if unknown else masks.T[:1])]))
-    head = solve(gram, sums["cross"], 0.1, torch.zeros(LABELS, WIDTH))
+    head = solve(gram_of(sums), sums["cross"], 0.1, torch.zeros(LABELS, WIDTH))
     for c in range(LABELS):
         x, y = f[masks[:, c] > 0], labels[masks[:, c] > 0, c]
         s = np.cov(x.T, bias=True)
@@ -78,11 +66,6 @@ def test_a_head_of_many_features_is_that_of_numpy(unknown: bool) -> None:
         v = scipy.linalg.solve(s + 0.1 * np.trace(s) / WIDTH * np.eye(WIDTH), cov)
         w = v / (prior * (1 - prior) - v @ cov)
         np.testing.assert_allclose(head["head.weight"][c].numpy(), w, rtol=1e-8, atol=1e-10)
-
-
-def _gram(f: np.ndarray, mask: np.ndarray) -> np.ndarray:
-    f = np.concatenate([f, np.ones((len(f), 1))], axis=1)
-    return f.T @ (f * mask[:, None])
 
 
 @pytest.mark.parametrize("unknown", [False, True])

@@ -8,7 +8,6 @@ fetch``); only then is the network asked.
 
 from __future__ import annotations
 
-import json
 import re
 from collections.abc import Sequence
 from dataclasses import dataclass
@@ -16,7 +15,7 @@ from pathlib import Path
 from typing import Any
 
 from fedharmony.errors import ConfigError
-from fedharmony.reading import is_file, is_there, parse_json, read_regular, user_path
+from fedharmony.reading import is_there, parse_json, read_regular, user_path
 from fedharmony.terminal import warn_once
 
 #: Files a model of the hub may keep its weights in, best first.
@@ -42,9 +41,9 @@ def locate(weights: str) -> Weights:
     """The file behind a path or a model's name, which is fetched if it is not in the cache."""
     path = user_path(weights)
     if path.suffix in FILE_SUFFIXES or is_there(path):
-        return Weights(path, *_normalisation_beside(path))
+        return Weights(path, *_normalisation(path, local=True))
     file = _in_cache(repository(weights)) or fetch(weights)
-    return Weights(file, *_normalisation(file.parent / "config.json"))
+    return Weights(file, *_normalisation(file))
 
 
 def repository(name: str) -> str:
@@ -119,37 +118,23 @@ def _hub() -> Any:
     return huggingface_hub
 
 
-def _normalisation_beside(file: Path) -> tuple[Triple | None, Triple | None]:
-    """That of a ``config.json`` beside a local file, if nothing else there could be meant by it.
+def _normalisation(file: Path, local: bool = False) -> tuple[Triple | None, Triple | None]:
+    """Input mean and standard deviation from the timm ``config.json`` beside a file of weights.
 
-    It has to name the network that it is of, and be the only file of weights in its folder.
+    One beside a local file has to name its network, and no other weights may be there.
     """
     config = file.parent / "config.json"
-    if not is_file(config):
-        return None, None
-    weights = [other for other in file.parent.iterdir() if other.suffix in FILE_SUFFIXES]
     try:
         content = parse_json(read_regular(config, CONFIG_LIMIT))
-        named = isinstance(content, dict) and isinstance(content.get("architecture"), str)
-    except (OSError, ValueError):
-        named = False
-    if named and weights == [file]:
-        return _normalisation(config)
-    why = "names no architecture" if not named else f"{len(weights)} files of weights are beside it"
-    warn_once(
-        f"{config} is not taken for the input mean and standard deviation of {file.name}: {why}. "
-        "The defaults of the network are used."
-    )
-    return None, None
-
-
-def _normalisation(config: Path) -> tuple[Triple | None, Triple | None]:
-    """Input mean and standard deviation from a timm ``config.json``, where there is one."""
-    try:
-        content = json.loads(config.read_text())
+        others = {other for other in file.parent.iterdir() if other.suffix in FILE_SUFFIXES}
+        if local and ("architecture" not in content or others != {file}):
+            raise ValueError("it names no network, or may be of other weights in this folder")
         found = content.get("pretrained_cfg", content)
         mean, std = (_triple(found.get(key)) for key in ("mean", "std"))
-    except (OSError, ValueError, AttributeError):
+    except FileNotFoundError:
+        return None, None
+    except (OSError, ValueError, TypeError, AttributeError) as error:
+        warn_once(f"{config} is not taken for the input mean and std of {file.name}: {error}.")
         return None, None
     return mean, std
 
