@@ -61,6 +61,8 @@ def test_sites_give_the_bits_of_the_simulator(home: Any, tmp_path: Path, method:
 
 
 PRIVATE = ["run.method=fedavg", "federation.average=uniform", "privacy.noise_multiplier=0.5"]
+PRIVATE += ["federation.server_sees=sums", "federation.cohort=2", "federation.sum_least=2"]
+SEEDED = [*PRIVATE, "privacy.noise_seed=3"]
 
 
 @pytest.mark.parametrize(
@@ -68,7 +70,7 @@ PRIVATE = ["run.method=fedavg", "federation.average=uniform", "privacy.noise_mul
     [
         ["run.method=fedavg"],
         ["run.method=fedharmony", "methods.fedharmony.temperature=1"],
-        ["federation.sampling=poisson", *PRIVATE],
+        SEEDED,
     ],
     ids=["fedavg", "fedharmony", "private"],
 )
@@ -92,12 +94,8 @@ def test_privacy_counts_with_the_chance_that_a_site_has_among_all(
 ) -> None:
     """Ada is away from the second round on: the others are drawn as if she were there."""
     pytest.importorskip("dp_accounting")
-    sums = ["federation.server_sees=sums", "federation.cohort=2", "run.rounds=6", *PRIVATE]
-    sums.append("federation.sum_least=2")
     post = Memory(workers(home[0] / "data"))
-    with pytest.raises(ConfigError, match="poisson"):
-        server.start(settings_of(home, *sums), RunFolder(tmp_path / "no"), nobody, post, TERMS)
-    settings = settings_of(home, *sums, "federation.sampling=poisson")
+    settings = settings_of(home, *SEEDED, "run.rounds=6")
     run.start(settings, RunFolder(tmp_path / "simulated"), nobody)
     observe = over_rounds(after_0=lambda: post.offline.add(1000))
     server.start(settings, RunFolder(tmp_path / "sites"), observe, post, replace(TERMS, least=1))

@@ -482,7 +482,7 @@ def made(*changes: str) -> None:
             "same round",
         ),
         (["run.method=fedavg", "federation.robust=median"], "exclude each other"),
-        (["run.method=fedavg", "federation.sampling=size"], "sampling = 'uniform'"),
+        (["run.method=fedavg", "federation.sampling=size"], "Leave federation.sampling out"),
         (["run.method=fedavg", "federation.central=true"], "no meaning"),
         (["run.method=fedavg", "federation.cohort=2"], "sum_least = 3"),
         (["run.method=fedavg", "attack.kind=sign_flip"], "changes replies"),

@@ -33,19 +33,20 @@ LOCK = ".fedharmony-lock"
 KEPT_NAME = 40
 
 
-def write_atomically(path: str | Path, data: bytes) -> None:
+def write_atomically(path: str | Path, data: bytes, mode: int = 0o644) -> None:
     """Write ``data`` to ``path`` in one step; see :func:`replacing`."""
-    with replacing(Path(path)) as file:
+    with replacing(Path(path), mode) as file:
         file.write(data)
 
 
 @contextmanager
-def replacing(path: Path) -> Iterator[BinaryIO]:
+def replacing(path: Path, mode: int = 0o644) -> Iterator[BinaryIO]:
     """A file that takes the place of ``path`` when the block ends well, and vanishes otherwise.
 
     What is written goes to a temporary file in the same folder, is forced to the disk, and replaces
     the old file in one step; several processes may do so at once. Raises :class:`OSError` when that
-    fails; the old file is then untouched. What dead processes were writing there is removed.
+    fails; the old file is then untouched. What dead processes were writing there is removed. Until
+    the end nobody but the owner can read the new file, and then whoever ``mode`` lets.
     """
     remove_leftovers(path.parent)
     handle, temporary = _temporary(path)
@@ -54,11 +55,21 @@ def replacing(path: Path) -> Iterator[BinaryIO]:
             yield file
             file.flush()
             os.fsync(file.fileno())
-            temporary.chmod(0o644)
+            temporary.chmod(mode)
             temporary.replace(path)  # still locked: nobody takes it for a leftover
     except BaseException:
         temporary.unlink(missing_ok=True)
         raise
+
+
+def sync_folder(folder: Path) -> None:
+    """Force to the disk which files a folder holds, where the system can."""
+    with suppress(OSError):
+        handle = os.open(folder, os.O_RDONLY)
+        try:
+            os.fsync(handle)
+        finally:
+            os.close(handle)
 
 
 def _temporary(path: Path) -> tuple[int, Path]:

@@ -39,10 +39,10 @@ def digest(record: Record) -> str:
     return sha.hexdigest()
 
 
-def write_file(path: Path, data: bytes) -> None:
+def write_file(path: Path, data: bytes, mode: int = 0o644) -> None:
     """Write a file of a run atomically; a failure says what survives and how to go on."""
     try:
-        write_atomically(path, data)
+        write_atomically(path, data, mode)
     except OSError as error:
         kept = " The last good version is still in place." if path.exists() else ""
         raise CheckpointError(

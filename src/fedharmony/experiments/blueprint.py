@@ -71,6 +71,11 @@ class Blueprint:
         return len(self.schedule)
 
     @property
+    def cohort(self) -> int:
+        """Clients per round, as expected where cohorts differ in size."""
+        return self.schedule.cohort if isinstance(self.schedule, Schedule) else 1
+
+    @property
     def clipping(self) -> Clipping | None:
         """How clients bound what they send, if they do."""
         privacy = self.settings.privacy
@@ -78,11 +83,10 @@ class Blueprint:
 
     @property
     def noise(self) -> Noise | None:
-        """What sums get before they are read, if anything."""
+        """What sums get before they are read, if anything; each time with a ledger of its own."""
         if self.budget is None or (clipping := self.clipping) is None:
             return None
-        ledger, seed = self.budget.ledger, self.settings.run.seed
-        return Noise(self.budget.multiplier, clipping, ledger.sampling, ledger.cohort, seed)
+        return Noise(clipping, Ledger(self.budget, self.settings.privacy.noise_seed))
 
     @cached_property
     def parameters(self) -> tuple[Tensors, Tensors]:
@@ -159,7 +163,7 @@ def blueprint(settings: Settings, facts: Facts, at_site: bool = False) -> Bluepr
 
     ``at_site``: all clients but one are elsewhere, and what concerns cohorts is the server's.
     """
-    run, train, federation = settings.run, settings.training, settings.federation
+    run, train, federation = settings.run, settings.training, settings.taking_part
     backbone = make_backbone(settings, settings.model.own, facts.input)
     method = make_method(settings, settings.method_config, facts, backbone)
     model = make_model(settings, backbone, method)
@@ -173,10 +177,11 @@ def blueprint(settings: Settings, facts: Facts, at_site: bool = False) -> Bluepr
     if settings.privacy.active:
         refuse_unprotected(settings, method, model, holders)
     if settings.privacy.active and not at_site:
-        spending = _spending(settings, facts, backbone, holders, cohort)
+        spending = _spending(settings, facts, backbone, cohort / holders)
         rounds = len(spending.rounds)
         method = make_method(settings, settings.method_config, facts, backbone, rounds)
-    schedule = Schedule(facts.sizes, rounds, cohort, federation.sampling, run.seed)
+    seed = None if settings.privacy.active else run.seed
+    schedule = Schedule(facts.sizes, rounds, cohort, federation.sampling or "uniform", seed)
     first = opening(method, model.head, settings.taking_part)
     if not federation.central:
         return Blueprint(settings, facts, model, method, schedule, first, budget=spending)
@@ -221,7 +226,7 @@ def refuse_without_replies(settings: Settings, method: Method, cohort: int) -> N
     if federation.sampling == "size":
         raise ConfigError(
             f"{sees} keeps the number of a client's images from the server, and "
-            "federation.sampling = 'size' draws clients by it. Use federation.sampling = 'uniform'."
+            "federation.sampling = 'size' draws clients by it. Leave federation.sampling out."
         )
     if federation.central:
         raise ConfigError(
@@ -256,6 +261,12 @@ def refuse_unprotected(settings: Settings, method: Method, model: Model, clients
             "weigh by its number of images, which is a secret, too. Set federation.average = "
             "'uniform'."
         )
+    if federation.sampling not in (None, "poisson"):
+        raise ConfigError(
+            "[privacy] counts with cohorts for which each client is drawn by itself, and "
+            f"federation.sampling = {federation.sampling!r} draws them otherwise. Leave it out, or "
+            "set federation.sampling = 'poisson'."
+        )
     if method.no_privacy:
         raise ConfigError(f"[privacy] and {settings.method_name}: {method.no_privacy}.")
     if model.backbone.init_buffers():
@@ -275,12 +286,8 @@ def refuse_unprotected(settings: Settings, method: Method, model: Model, clients
         )
 
 
-def _spending(
-    settings: Settings, facts: Facts, backbone: Backbone, clients: int, cohort: int
-) -> Budget:
-    """The noise, the rounds and the cost of a run with private clients."""
-    sampling = settings.federation.sampling
-    assert sampling != "size", "refused where the server sees sums"
+def _spending(settings: Settings, facts: Facts, backbone: Backbone, chance: float) -> Budget:
+    """The noise, the rounds and the cost of a run whose clients take part with a chance."""
 
     def exchanges(rounds: int) -> tuple[Exchanges, ...]:
         method = make_method(settings, settings.method_config, facts, backbone, rounds)
@@ -288,8 +295,7 @@ def _spending(
         asked = [[s.everyone for s in stages_of(method, first, t)] for t in range(rounds)]
         return tuple(Exchanges(stages.count(False), stages.count(True)) for stages in asked)
 
-    ledger = Ledger(settings.privacy.delta, clients, cohort, sampling)
-    return budget(settings.privacy, ledger, settings.run.rounds, exchanges)
+    return budget(settings.privacy, chance, settings.run.rounds, exchanges)
 
 
 def make_method(

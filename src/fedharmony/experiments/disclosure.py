@@ -6,6 +6,7 @@ run that the settings describe, and what they send is looked at.
 
 from __future__ import annotations
 
+import math
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 
@@ -14,7 +15,9 @@ from fedharmony.engine.memory import ClientMemory
 from fedharmony.experiments.build import assemble
 from fedharmony.experiments.settings import Settings
 from fedharmony.methods.base import Stage
+from fedharmony.privacy import Ledger
 from fedharmony.server.federation import Federation
+from fedharmony.server.sampling import Schedule
 from fedharmony.transport.base import Transport
 from fedharmony.types import BUFFERS, PARAMS, Failure, Form, Record, Reply
 
@@ -88,14 +91,20 @@ def disclosure(settings: Settings, data: DataSet | None = None) -> Disclosure:
     federation = few.federation(ClientMemory())
     overheard = Overheard(federation.transport)
     last = plan.rounds - 1
+    sizes = {k: len(images) for k, images in tiny.items()}
+    everybody = Schedule(sizes, plan.rounds, len(tiny), "uniform", 0)
     listening = replace(
         federation,
         transport=overheard,
         settings=replace(federation.settings, drop_rate=0.0, max_failures=0.0),
-        schedule=[sorted(tiny)] * plan.rounds,
+        schedule=everybody,
     )
+    if (noise := listening.noise) is not None:  # with as much noise, and no end to the budget
+        ledger = Ledger(replace(noise.ledger.budget, limit=math.inf))
+        listening = replace(listening, noise=replace(noise, ledger=ledger))
     state = assembly.initial_state()
-    state = _rounds(replace(listening, schedule=listening.schedule[: min(2, last + 1)]), state, 0)
+    brief = replace(everybody, rounds=min(2, last + 1))
+    state = _rounds(replace(listening, schedule=brief), state, 0)
     if last > 1:
         _rounds(listening, state, last)
     spent = {} if plan.budget is None else plan.budget.spent(plan.rounds)

@@ -117,7 +117,7 @@ def _facts(settings: Settings, drafted: Draft, data: Contents) -> dict[str, str]
         "data": f"{settings.data.common.name}: {len(data.train.labels):,} {data.input} for "
         f"training, {tested}, {len(data.classes):,} labels",
         "split": f"{split.file or split.name}: {len(sizes):,} clients with {sizes[0]:,} to "
-        f"{sizes[-1]:,} images; {len(blueprint.schedule[0]):,} per round",
+        f"{sizes[-1]:,} images; {blueprint.cohort:,} per round",
         "model": settings.model.common.name,
         "device": str(choose_device(settings.engine.device)),
     }

@@ -210,11 +210,15 @@ def _padding(rounds: Sequence[Event]) -> float | None:
 
 
 def summarise(
-    assembly: Assembly, state: Record, evaluation: Evaluation, events: Sequence[Event]
+    assembly: Assembly,
+    state: Record,
+    evaluation: Evaluation,
+    events: Sequence[Event],
+    privacy: Results | None = None,
 ) -> Results:
     """The results file: metrics beside what trivial predictors reach, cost, and identities.
 
-    ``events`` are those of the whole run.
+    ``events`` are those of the whole run; ``privacy`` is what its ledger says.
     """
     settings, data, found = assembly.settings, assembly.data, evaluation.metrics
     plan = assembly.blueprint
@@ -232,8 +236,8 @@ def summarise(
         "status": "completed",
         "seed": settings.run.seed,
         "rounds": plan.rounds,
-        "rounds_done": plan.rounds,
-        "privacy": None if plan.budget is None else plan.budget.spent(plan.rounds),
+        "rounds_done": len(rounds),
+        "privacy": privacy,
         "metrics": found.as_dict(),
         "structure": evaluation.structure_numbers(),
         "per_user": None if users is None else per_user(evaluation.names, users),

@@ -15,8 +15,14 @@ import torch.distributed as dist
 from fedharmony.config import flat
 from fedharmony.data.base import DataSet
 from fedharmony.engine.memory import SEALS, ClientMemory
-from fedharmony.errors import CheckpointError, DeviceMemoryError, FedHarmonyError, Stopped
-from fedharmony.experiments import trained
+from fedharmony.errors import (
+    CheckpointError,
+    ConfigError,
+    DeviceMemoryError,
+    FedHarmonyError,
+    Stopped,
+)
+from fedharmony.experiments import ledger, trained
 from fedharmony.experiments.build import Assembly, Observer, assemble
 from fedharmony.experiments.evaluate import Evaluation, Results, judge_here, matrices, summarise
 from fedharmony.experiments.folder import EventLog, RunFolder, Saved, environment
@@ -27,9 +33,10 @@ from fedharmony.experiments.settings import Settings
 from fedharmony.experiments.trackers.base import Subject, Tracking, refuse_missing
 from fedharmony.files import refuse_if_held
 from fedharmony.partition.report import split_report
+from fedharmony.privacy import REPRODUCIBLE, Ledger
 from fedharmony.server.federation import Event
 from fedharmony.terminal import warn_once
-from fedharmony.transport.processes import process_group
+from fedharmony.transport.processes import passed, process_group
 from fedharmony.types import Record
 
 logger = logging.getLogger(__name__)
@@ -113,6 +120,8 @@ def resume(
             assembly = build(settings, None, data, observe)
             return _first_round(assembly, assembly.initial_state(), folder, observe)
         saved = folder.load_state(settings)
+        if settings.privacy.active and process_group().leads:
+            ledger.read(folder, saved.rounds_done)  # refuses what is damaged
         assembly = build(settings, folder["partition.json"], data, observe)
         folder.refuse_other_material(saved.bound, assembly.bound)
         assembly.blueprint.refuse_other_constants(saved.state, saved.rounds_done)
@@ -169,8 +178,8 @@ def _first_round(
 def _rounds(assembly: Assembly, folder: RunFolder, saved: Saved, observe: Observer) -> Results:
     """Run the remaining rounds, and leave events, checkpoints and results in the folder."""
     settings, began, first = assembly.settings, time.perf_counter(), saved.rounds_done
-    rounds, latest = assembly.blueprint.rounds, list[Evaluation]()
-    spending = assembly.blueprint.budget
+    rounds, latest, done = assembly.blueprint.rounds, list[Evaluation](), first
+    seal, spending = saved.memory, _ledger(assembly, folder, first)
     memory = ClientMemory(folder["memory"], settings.engine.memory_mb * 2**20)
     if first < rounds and f"{memory.seal(first):064x}" != saved.memory:
         raise CheckpointError(
@@ -187,24 +196,26 @@ def _rounds(assembly: Assembly, folder: RunFolder, saved: Saved, observe: Observ
             return
         if event["event"] == "round" and assembly.attack.active:
             event = {**event, "liars": assembly.attack.lying(event["round"], event["cohort"])}
-        if event["event"] == "round" and spending is not None:
-            event = {**event, "privacy": spending.spent(event["round"] + 1)}
         log.append(event)
         track(event)
         observe(event)
 
     def after_round(round: int, state: Record) -> None:
+        nonlocal done, seal
         own = memory.seal(
             round + 1, lambda client: client % process_group().size == process_group().rank
         )
         seal = f"{_sum_of_all(own, assembly.device):064x}"
         if log is not None:
             folder.save_state(round + 1, state, settings, assembly.bound, log, seal)
+        if spending is not None:
+            spending.commit(round)
         memory.commit(round + 1)
-        evaluate_if_due(round, state)
+        done = round + 1
+        evaluate_if_due(round, state, done == rounds)
 
-    def evaluate_if_due(round: int, state: Record) -> None:
-        last, clock = round + 1 == rounds, time.perf_counter()
+    def evaluate_if_due(round: int, state: Record, last: bool) -> None:
+        clock = time.perf_counter()
         due = last or (round + 1) % settings.run.eval_every == 0
         for measured, found in judge(round, state, due, last) if log is not None else ():
             latest[:] = [found]
@@ -221,10 +232,17 @@ def _rounds(assembly: Assembly, folder: RunFolder, saved: Saved, observe: Observ
     state = saved.state.to(assembly.device)
     try:
         federation = assembly.federation(memory, tick)
+        if spending is not None and federation.noise is not None:
+            federation = replace(federation, noise=replace(federation.noise, ledger=spending))
         judge = assembly.judge(federation) or judge_here(assembly)
         if first:  # a checkpoint is written before its round is evaluated
-            evaluate_if_due(first - 1, state)
+            evaluate_if_due(first - 1, state, first == rounds)
         state = federation.run(state, first, record, after_round)
+        if done < rounds:
+            _say_that_it_ends(settings, done)
+            if log is not None:
+                folder.save_state(done, state, settings, assembly.bound, log, seal)
+            evaluate_if_due(done - 1, state, True)
     except (KeyboardInterrupt, Stopped, FedHarmonyError, torch.OutOfMemoryError) as error:
         failed = not isinstance(error, KeyboardInterrupt | Stopped)
         ending = {
@@ -247,11 +265,48 @@ def _rounds(assembly: Assembly, folder: RunFolder, saved: Saved, observe: Observ
         save_scores(folder.path, scores, settings.run.scores)
         save_examples(folder.path, assembly.data.test, settings.run.examples)
     record({"event": "finish", "status": "completed", "seconds": time.perf_counter() - began})
-    results = summarise(assembly, state, evaluation, folder.read_events())
+    noise_by = "simulator" if assembly.clients else "server"
+    private = None if spending is None else spending.statement(done, noise_by)
+    results = summarise(assembly, state, evaluation, folder.read_events(), private)
     memory.forget()  # no round is left that could ask for it
     track.finish(results, {n: t.double().cpu().numpy() for n, t in found.items() if t.ndim == 2})
     folder.write_json("results.json", results)  # last: with it the run is complete
     return results
+
+
+def _ledger(assembly: Assembly, folder: RunFolder, first: int) -> Ledger | None:
+    """What a private run has spent, before round ``first``; of several processes, one writes."""
+    budget, seed = assembly.blueprint.budget, assembly.settings.privacy.noise_seed
+    if budget is None:
+        return None
+    if not process_group().leads:
+        made = Ledger(budget, seed)
+    else:
+        # Sites may have seen something of a round that was cut short; simulated clients are here.
+        made = ledger.FolderLedger(folder, budget, seed, first, repeats=bool(assembly.clients))
+        if seed is not None:
+            logger.warning("privacy.noise_seed = %d: %s.", seed, REPRODUCIBLE)
+    if process_group().size > 1:
+        made.spread = lambda key: _from_leader(key, assembly.device)
+    return made
+
+
+def _from_leader(data: bytes, device: torch.device) -> bytes:
+    """The bytes of the process that leads, on all of them."""
+    leads = process_group().leads
+    received = passed(data if leads else None, 0, device)
+    return data if leads else received
+
+
+def _say_that_it_ends(settings: Settings, done: int) -> None:
+    """Say that ε does not suffice for another round; an error where there was none."""
+    words = f"privacy.epsilon = {settings.privacy.epsilon:g} suffices for no further round"
+    if not done:
+        raise ConfigError(
+            f"{words}: a round that was cut short has spent it. Start a new run in another folder, "
+            "with a larger privacy.epsilon or a larger privacy.noise_multiplier."
+        )
+    warn_once(f"{words}: the run ends after {done} of {settings.run.rounds}.")
 
 
 def _tracking(settings: Settings, folder: RunFolder, first: int) -> Tracking:
@@ -281,7 +336,7 @@ def start_event(assembly: Assembly, first: int) -> Event:
         "rounds": plan.rounds,
         "clients": 1 if settings.federation.central else len(plan.facts.sizes),
         "client_names": list(plan.facts.names) or None,
-        "cohort": len(plan.schedule[0]),
+        "cohort": plan.cohort,
         "classes": list(data.classes),
         "train_images": assembly.train_images,
         "test_images": len(data.test),

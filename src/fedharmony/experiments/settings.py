@@ -297,7 +297,9 @@ class Settings:
     @cached_property
     def taking_part(self) -> FederationSettings:
         """The federation of the chosen method: ``[federation]``, changed by the method's own."""
-        return self._with_own("federation", self.federation)
+        found = self._with_own("federation", self.federation)
+        usual: Literal["uniform", "poisson"] = "poisson" if self.privacy.active else "uniform"
+        return replace(found, sampling=found.sampling or usual)
 
     def _with_own(self, part: str, common: Section) -> Section:
         return _section_of(self.method_name, {part: self._own(part)}, part, common)

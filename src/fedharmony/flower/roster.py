@@ -17,7 +17,7 @@ from fedharmony.errors import ClientLimitError, TransportError
 from fedharmony.experiments.blueprint import refuse_small_cohort
 from fedharmony.flower.post import Post, collect, pause
 from fedharmony.server.federation import FederationSettings
-from fedharmony.server.sampling import Cohorts, Schedule, cohort_size
+from fedharmony.server.sampling import Begin, Cohorts, Schedule, cohort_size
 from fedharmony.site.parcel import ENROL, FAILED, REPLY, Parcel
 from fedharmony.types import MOST_IMAGES
 
@@ -259,30 +259,29 @@ class Calls(Cohorts):
 
     While all sites of a run are online from the first round on, these are the cohorts of the
     simulator. A cohort is no larger than it would be with all sites. Under ``poisson`` a site keeps
-    the chance that it has among all, whoever is away: the accounting of privacy relies on it.
+    the chance that it has among all registered sites, whoever is away: the accounting of privacy
+    relies on it, and is told how many are registered when the round begins.
 
     Attributes:
         roster: who is there.
         settings: how many take part, and how they are drawn.
         rounds: how many there are.
-        seed: of the run.
+        seed: of the run; none where cohorts are secret.
     """
 
     roster: Roster
     settings: FederationSettings
     rounds: int
-    seed: int
+    seed: int | None
 
-    def draw(self, round: int) -> list[int]:
+    def draw(self, round: int, begin: Begin | None = None) -> list[int]:
         """The cohort of a round, which begins now."""
         here, sizes, wanted = self.roster.begin(round), self.roster.sizes, self.settings
         share = cohort_size(len(sizes), wanted.participation, None)
         if wanted.sampling == "poisson":
             of_all = Schedule(sizes, self.rounds, wanted.cohort or share, "poisson", self.seed)
-            return [k for k in of_all[round] if k in here]
+            return [k for k in of_all.draw(round, begin) if k in here]
         cohort = min(wanted.cohort or share, len(here))
         refuse_small_cohort(wanted.averaging, cohort)
-        drawn = Schedule(
-            {k: sizes[k] for k in here}, self.rounds, cohort, wanted.sampling, self.seed
-        )
-        return drawn[round]
+        rule = wanted.sampling or "uniform"
+        return Schedule({k: sizes[k] for k in here}, self.rounds, cohort, rule, self.seed)[round]

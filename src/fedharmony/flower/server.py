@@ -66,9 +66,8 @@ class Remote(Assembly):
     ) -> Federation:
         """The round loop over the sites that are online."""
         sites, plan = self.transport(memory), self.blueprint
-        calls = Calls(
-            sites.roster, plan.taking_part, plan.settings.run.rounds, plan.settings.run.seed
-        )
+        seed = None if plan.budget else plan.settings.run.seed
+        calls = Calls(sites.roster, plan.taking_part, plan.settings.run.rounds, seed)
         return replace(plan.federation(sites), schedule=calls)
 
     def transport(
@@ -122,12 +121,6 @@ def _builder(folder: RunFolder, post: Post, terms: Terms) -> runs.Build:
             raise ConfigError(
                 f"privacy.epsilon = {settings.privacy.epsilon} suffices for {plan.rounds} rounds "
                 f"only. Set run.rounds = {plan.rounds}."
-            )
-        if plan.noise is not None and settings.federation.sampling != "poisson":
-            raise ConfigError(
-                f"federation.sampling = {settings.federation.sampling!r} draws among the sites "
-                "that are online, so that a site's chance is not the one that privacy is counted "
-                'with. Use federation.sampling = "poisson".'
             )
         partition_by_size = _partition(plan.facts)
 

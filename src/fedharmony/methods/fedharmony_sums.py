@@ -58,7 +58,9 @@ def refusal(config: FedHarmony.Config) -> str:
 def broadcast(method: FedHarmony, messages: Messages, state: Record, round: int) -> Messages:
     """θ, Σ w R, Σ w, clusters and λ_t for everybody; to each, of which round its terms are."""
     rounds = rounds_of(state.get(MEMBERS))
-    if len(rounds) < 2:
+    # Who has taken part is no secret, or where clients are private, none that may matter.
+    enough = bool(state.get(FOLDED)) if method.task.private else len(rounds) > 1
+    if not enough:
         return messages
     matrix = method.table(state).consensus(round).matrix
     clusters = method.common_clusters(state, matrix, round)

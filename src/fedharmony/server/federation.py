@@ -13,6 +13,9 @@ from collections.abc import Callable, Mapping, Sequence
 from dataclasses import asdict, dataclass, field, replace
 from typing import Annotated, Any, Literal
 
+import numpy as np
+import numpy.typing as npt
+import torch
 from annotated_types import Ge, Gt, Le, Lt
 from pydantic import Field
 
@@ -21,13 +24,13 @@ from fedharmony.aggregate import NUMBERS, numbers_of, pooled
 from fedharmony.config import Checked
 from fedharmony.errors import ClientLimitError
 from fedharmony.methods.base import Method, Stage
-from fedharmony.privacy import Noise
+from fedharmony.privacy import BudgetSpentError, Exchanges, Noise
 from fedharmony.robust import Robust, Rule
-from fedharmony.server.sampling import drops_out
+from fedharmony.server.sampling import Cohorts, drops_out
 from fedharmony.server.server_average import ServerAverage
 from fedharmony.transport.base import Transport, answers
 from fedharmony.transport.replies import out_of_range, problem
-from fedharmony.transport.sums import AddedUp, Summing
+from fedharmony.transport.sums import AddedUp, Summing, Total
 from fedharmony.types import (
     BUFFERS,
     EVERYBODY,
@@ -57,7 +60,8 @@ class FederationSettings(Checked):
         participation: share of the clients that take part in a round.
         cohort: number of clients per round; overrides ``participation``.
         sampling: draw clients with equal chance, or with chance ∝ their number of images;
-            "poisson" draws each client by itself, so that cohorts differ in size.
+            "poisson" draws each client by itself, so that cohorts differ in size. None means
+            "poisson" with [privacy], which knows no other, and else "uniform".
         average: weigh models by number of images, or equally. Sampling *and* averaging by size
             gives large clients weight ∝ n²; that is what the FedHarmony paper prints.
         drop_rate: chance that a selected client is lost after it received its message.
@@ -89,7 +93,7 @@ class FederationSettings(Checked):
 
     participation: Annotated[float, Gt(0), Le(1)] = 0.5
     cohort: Annotated[int, Ge(1)] | None = None
-    sampling: Literal["uniform", "size", "poisson"] = "uniform"
+    sampling: Literal["uniform", "size", "poisson"] | None = None
     average: Literal["size", "uniform"] = "size"
     drop_rate: Annotated[float, Ge(0), Lt(1)] = 0.0
     max_failures: Annotated[float, Ge(0), Le(1)] = 0.5
@@ -179,7 +183,7 @@ class Federation:
         epochs: local epochs, which bound the steps that a client may claim.
         opening: exchanges before the first training, whatever the method.
         names: of the clients, where they have some.
-        noise: what is added to sums, for differential privacy.
+        noise: what is added to sums, for differential privacy; cohorts are then drawn in secret.
     """
 
     method: Method
@@ -206,20 +210,27 @@ class Federation:
         """Run rounds ``start`` … T−1; ``after_round(t, state)`` saves and evaluates.
 
         After the last training nobody goes on from the global model, and the average takes its
-        place: a stage that still follows sees the model that will be given away.
+        place: a stage that still follows sees the model that will be given away. The run ends
+        early, with that model, where ε does not suffice for another round.
         """
         average = ServerAverage(self.settings.server_average)
         for round in range(start, len(self.schedule)):
-            began, tally, cohort = time.perf_counter(), Tally(), self.schedule[round]
+            began, tally = time.perf_counter(), Tally()
+            try:
+                cohort = self._cohort(round)
+            except BudgetSpentError:
+                return average.shown(state)
             for stage in self.stages(round):
                 before, asked = state, cohort
                 if stage.everyone:  # who holds images now: one may have joined since last round
                     asked = sorted(k for k, size in self.transport.sizes.items() if size > 0)
-                if asked:
-                    sent = stage.broadcast(state, round, asked)
+                if asked or self.noise is not None:
+                    # An empty cohort of a private run must look like any other: it is noise alone.
+                    messages = stage.broadcast(state, round, asked or [min(self.transport.sizes)])
+                    sent = messages if asked else {}
                     bring = self._sum if self.settings.server_sees == "sums" else self._replies
                     replies = bring(stage, state, round, sent, tally)
-                    outcome = stage.aggregate(state, round, sent, replies)
+                    outcome = stage.aggregate(state, round, messages, replies)
                     self._enforce_limit(stage, round, len(sent), tally)
                     tally.weights |= {k: w for k, w in outcome.weights.items() if k != EVERYBODY}
                     tally.log.update(outcome.log)
@@ -227,10 +238,27 @@ class Federation:
                     state = average.add(before, state, round) if stage.train else state
                 if stage.train and round + 1 == len(self.schedule):  # also if nobody was asked
                     state = average.shown(state)
-            observe(tally.event(round, cohort, time.perf_counter() - began))
+            event = tally.event(round, cohort, time.perf_counter() - began)
+            if self.noise is not None:
+                event["privacy"] = self.noise.ledger.spent()
+            observe(event)
             after_round(round, state)
             stopping.end_if_asked()
         return state
+
+    def _cohort(self, round: int) -> Sequence[int]:
+        """The clients of a round; of a private one, it is written down first that it begins."""
+        if self.noise is None:
+            return self.schedule[round]
+        assert isinstance(self.schedule, Cohorts)
+        ledger, everyone = self.noise.ledger, [s.everyone for s in self.stages(round)]
+        asked = Exchanges(everyone.count(False), everyone.count(True))
+
+        def begin(cohort: int, clients: int) -> npt.NDArray[np.float64]:
+            ledger.begin(round, asked, cohort, clients)
+            return ledger.stream("cohort", round).uniform(clients)
+
+        return self.schedule.draw(round, begin)
 
     def _replies(
         self, stage: Stage, state: Record, round: int, sent: Messages, tally: Tally
@@ -272,39 +300,67 @@ class Federation:
         """One reply for the whole cohort: the mean model, and sums; nothing of single clients.
 
         A sum over too few clients says too much of each: it is thrown away, and the event says so.
-        A transport that adds up by itself may have added anything: its sum is looked at.
+        A transport that adds up by itself may have added anything: its sum is looked at. With
+        noise, a sum that nobody is in is noise alone, so that nobody can tell that; nor does the
+        reply say who is.
         """
-        asked, expected = self._asked(round, sent, tally), self._expected(stage, state)
+        asked, noise = self._asked(round, sent, tally), self.noise
 
         def doubt(share: Reply) -> str | None:
-            images = self.transport.sizes[share.client]
-            forms = self.method.share_forms(round, sent[share.client], expected, images)
-            if self.noise is not None:  # then numbers for events do not leave a client
-                forms = {group: own for group, own in forms.items() if group != NUMBERS}
+            forms = self._share_forms(stage, state, round, sent[share.client], share.client)
             return problem(share.record, forms, share.finite)
 
         own = self.transport if isinstance(self.transport, Summing) else None
-        total = (own or AddedUp(self.transport, doubt)).total(stage, round, asked)
+        adds = own or AddedUp(self.transport, doubt)
+        total = adds.total(stage, round, asked) if asked else Total(None, (), (), 0)
         tally.failures += map(self._named, total.failures)
         tally.bytes_up += total.nbytes
-        least = self.settings.sum_least if self.noise is None else 1
-        if total.record is None or len(total.clients) < least:
-            few = f"its sum has {len(total.clients)} shares, federation.sum_least is {least}"
-            tally.unused += (self._named(Failure(k, stage.name, round, few)) for k in total.clients)
-            return
-        if own and (reason := out_of_range(total.record, {}, None)) is not None:
+        record, least = total.record, self.settings.sum_least
+        if own and record and (reason := out_of_range(record, {}, None)) is not None:
             lost = (Failure(k, stage.name, round, reason) for k in total.clients)
             tally.failures += map(self._named, lost)
-            return
-        numbers = {name: float(t) for name, t in total.record.get(NUMBERS).items()}
-        if stage.train:
-            tally.add(total.clients, numbers, self.epochs)
-        examples = int(numbers.get("examples", 0))
-        if self.noise is None:
-            record = Record(pooled(total.record, state))
-        else:
-            record = self.noise.released(total.record, state, stage.name, round)
-        yield Reply(EVERYBODY, examples, record, True, clients=total.clients)
+            record = None
+        if noise is not None:
+            if record is None:
+                noise.ledger.noise_alone.append(stage.name)
+                record = self._nothing(stage, state, round)
+            elif stage.train:
+                tally.reported += total.clients
+            yield Reply(EVERYBODY, 0, noise.released(record, state, stage.name, round), True)
+        elif record is not None and len(total.clients) >= least:
+            numbers = {name: float(t) for name, t in record.get(NUMBERS).items()}
+            if stage.train:
+                tally.add(total.clients, numbers, self.epochs)
+            groups, examples = pooled(record, state), int(numbers.get("examples", 0))
+            yield Reply(EVERYBODY, examples, Record(groups), True, clients=total.clients)
+        elif record is not None:
+            few = f"its sum has {len(total.clients)} shares, federation.sum_least is {least}"
+            tally.unused += (self._named(Failure(k, stage.name, round, few)) for k in total.clients)
+
+    def _share_forms(
+        self, stage: Stage, state: Record, round: int, message: Record, client: int
+    ) -> Forms:
+        """What a client's share must look like."""
+        expected, images = self._expected(stage, state), self.transport.sizes[client]
+        forms = self.method.share_forms(round, message, expected, images)
+        # Numbers for events do not leave a private client.
+        return {g: own for g, own in forms.items() if self.noise is None or g != NUMBERS}
+
+    def _nothing(self, stage: Stage, state: Record, round: int) -> Record:
+        """The sum of no shares at all: zeros in the form of a share."""
+        client = min(self.transport.sizes)
+        (message,) = stage.broadcast(state, round, [client]).values()
+        forms = self._share_forms(stage, state, round, message, client)
+        device = next(t.device for _, t in state.tensors())
+        return Record(
+            {
+                group: {
+                    n: torch.zeros(f.shape, dtype=f.dtype, device=device) for n, f in own.items()
+                }
+                for group, own in forms.items()
+                if own
+            }
+        )
 
     def _doubt(self, stage: Stage, reply: Reply, expected: Forms) -> str | None:
         """Why a reply is not believed, or None."""

@@ -3,11 +3,12 @@
 from __future__ import annotations
 
 from abc import abstractmethod
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass
-from typing import Literal, overload
+from typing import Literal, TypeAlias, overload
 
 import numpy as np
+import numpy.typing as npt
 
 from fedharmony.errors import ConfigError
 from fedharmony.rng import numpy_rng
@@ -30,6 +31,11 @@ def cohort_size(clients: int, participation: float, cohort: int | None) -> int:
     return cohort
 
 
+#: Begins a private round of an expected cohort of so many of K clients: a secret number in [0, 1)
+#: for each client.
+Begin: TypeAlias = Callable[[int, int], npt.NDArray[np.float64]]
+
+
 class Cohorts(Sequence[list[int]]):
     """The cohort of each round, drawn when it is asked for."""
 
@@ -50,8 +56,8 @@ class Cohorts(Sequence[list[int]]):
         return self.draw(round)
 
     @abstractmethod
-    def draw(self, round: int) -> list[int]:
-        """The clients that take part in a round."""
+    def draw(self, round: int, begin: Begin | None = None) -> list[int]:
+        """The clients that take part in a round; ``begin`` says who, where that is a secret."""
 
 
 @dataclass(frozen=True)
@@ -62,7 +68,8 @@ class Schedule(Cohorts):
     bit of it. ``size`` draws one client after the other with probability ∝ n_k among those left. A
     client's chance to be *in* the cohort is then not exactly ∝ n_k when the cohort is large or
     sizes are very unequal. ``poisson`` draws each client by itself, with chance cohort / clients:
-    cohorts differ in size, and may be empty. Clients without images are never drawn.
+    cohorts differ in size, and may be empty. Clients without images are never drawn. A private run
+    has no ``seed`` here.
 
     >>> list(Schedule({0: 5, 1: 0, 2: 5}, rounds=2, cohort=2, sampling="uniform", seed=0))
     [[0, 2], [0, 2]]
@@ -72,7 +79,7 @@ class Schedule(Cohorts):
     rounds: int
     cohort: int
     sampling: Literal["uniform", "size", "poisson"]
-    seed: int
+    seed: int | None
 
     def __post_init__(self) -> None:
         if len(self._eligible()) < self.cohort:
@@ -85,9 +92,13 @@ class Schedule(Cohorts):
     def _eligible(self) -> list[int]:
         return sorted(k for k, size in self.sizes.items() if size > 0)
 
-    def draw(self, round: int) -> list[int]:
+    def draw(self, round: int, begin: Begin | None = None) -> list[int]:
         """The cohort of a round."""
         eligible = self._eligible()
+        if begin is not None:
+            drawn = begin(self.cohort, len(eligible)) < self.cohort / len(eligible)
+            return [k for k, taken in zip(eligible, drawn, strict=True) if taken]
+        assert self.seed is not None, "cohorts of a private run follow from no seed"
         counts = np.asarray([self.sizes[k] for k in eligible], dtype=np.float64)
         chance = counts / counts.sum() if self.sampling == "size" else None
         rng = numpy_rng(self.seed, "cohort", round)

@@ -90,7 +90,10 @@ class Policy:
 
 
 def offered(settings: Settings) -> Tree:
-    """What a server tells sites of its settings: how to train, and files by their names alone."""
+    """What a server tells sites of its settings: how to train, and files by their names alone.
+
+    Nothing from which the noise or the cohorts of a private run follow is among it.
+    """
     if settings.run.plugins:
         raise ConfigError(
             "run.plugins cannot travel to sites. Install the plug-in at the server and at every "
@@ -98,6 +101,7 @@ def offered(settings: Settings) -> Tree:
         )
     tree, method = settings.tree(), settings.method_name
     tree = {name: tree[name] for name in SECTIONS if name in tree}
+    tree["privacy"] = {k: v for k, v in tree["privacy"].items() if k != "noise_seed"}
     chosen = _with_names(tree["methods"].get(method, {}), methods[method].Config)
     model = _with_names(tree["model"], models[settings.model.common.name].Config)
     return {**tree, "model": model, "methods": {method: chosen} if chosen else {}}

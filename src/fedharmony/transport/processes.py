@@ -89,7 +89,7 @@ class Processes:
             owner = client % size
             sent = _pack(answers[client]) if owner == rank else None
             try:
-                received = self._pass(sent, owner)
+                received = passed(sent, owner, self._device)
             except RuntimeError as error:
                 missing = f"Process {owner} did not send the answer of client {client}"
                 raise _gone(missing, stage, round, error) from error
@@ -107,15 +107,16 @@ class Processes:
         dist.all_reduce(counts)
         fallbacks.add(dict(zip(fallbacks.CAUSES, counts.tolist(), strict=True)))
 
-    def _pass(self, data: bytes | None, owner: int) -> bytes:
-        """The owner's bytes, on every process."""
-        length = torch.tensor(0 if data is None else len(data), device=self._device)
-        dist.broadcast(length, owner)
-        buffer = torch.empty(int(length), dtype=torch.uint8, device=self._device)
-        if data is not None:
-            buffer.copy_(torch.frombuffer(bytearray(data), dtype=torch.uint8))
-        dist.broadcast(buffer, owner)
-        return b"" if data is not None else buffer.cpu().numpy().tobytes()
+
+def passed(data: bytes | None, owner: int, device: torch.device) -> bytes:
+    """The owner's bytes, on every other process; the owner, which alone has ``data``, gets none."""
+    length = torch.tensor(0 if data is None else len(data), device=device)
+    dist.broadcast(length, owner)
+    buffer = torch.empty(int(length), dtype=torch.uint8, device=device)
+    if data:
+        buffer.copy_(torch.frombuffer(bytearray(data), dtype=torch.uint8))
+    dist.broadcast(buffer, owner)
+    return b"" if data is not None else buffer.cpu().numpy().tobytes()
 
 
 def _gone(missing: str, stage: Stage, round: int, error: Exception) -> ClientLimitError:
