@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import hashlib
 from contextlib import suppress
 from dataclasses import replace
 from pathlib import Path
@@ -11,6 +12,7 @@ import pytest
 import torch
 
 from fedharmony import fallbacks
+from fedharmony.config import flat
 from fedharmony.errors import CheckpointError, ClientLimitError, ConfigError, DataError
 from fedharmony.experiments import run
 from fedharmony.experiments.folder import RunFolder
@@ -20,10 +22,14 @@ from fedharmony.flower import roster as rosters
 from fedharmony.flower import server
 from fedharmony.flower.roster import Terms
 from fedharmony.methods.base import methods
+from fedharmony.privacy import Budget, Exchanges, Ledger, Noise, Price, cost
 from fedharmony.records import digest, from_bytes, to_bytes
 from fedharmony.report.load import load_run
+from fedharmony.rng import torch_rng
+from fedharmony.server.sampling import Schedule
 from fedharmony.site.parcel import Parcel
 from fedharmony.site.policy import accepted, offered
+from fedharmony.site.records import record_of
 from fedharmony.site.settings import load_site
 from fedharmony.site.worker import Worker
 from fedharmony.types import Record
@@ -61,7 +67,7 @@ def test_sites_give_the_bits_of_the_simulator(home: Any, tmp_path: Path, method:
 
 
 PRIVATE = ["run.method=fedavg", "federation.average=uniform", "privacy.noise_multiplier=0.5"]
-PRIVATE += ["federation.server_sees=sums", "federation.cohort=2", "federation.sum_least=2"]
+PRIVATE += ["federation.server_sees=sums", "federation.cohort=2"]
 SEEDED = [*PRIVATE, "privacy.noise_seed=3"]
 
 
@@ -143,6 +149,105 @@ def test_a_share_that_cannot_be_true_costs_its_site_alone(
     (failure,) = events[1]["failures"]
     assert (failure["client"], failure["name"]) == (1, "ben")
     assert reason in failure["reason"]
+
+
+def test_a_site_that_keeps_everything_finds_neither_noise_nor_cohort(
+    home: Any, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Ada keeps every parcel that she was sent; two of three sites take part in a round.
+
+    With the noise she would have the sum of the others, θ' − θ = (Σ u + z N) / 2, up to rounding.
+    She tries the way in which noise and cohorts were once made of the run's seed, and the product's
+    own way with every number that she was sent, and all small ones. No parcel holds a key.
+    """
+    more = ["privacy.noise_multiplier=20", "run.seed=918273645", "run.rounds=10"]
+    settings = settings_of(home, *PRIVATE, *more)
+    post, keys, totals = Memory(workers(home[0] / "data")), list[bytes](), dict[int, Any]()
+    released, folder = Noise.released, RunFolder(tmp_path / "run")
+
+    def drawn(count: int) -> bytes:  # the same in each run of this test; ada does not know it
+        found = hashlib.sha256(b"entropy %d" % len(keys)).digest()[:count]
+        keys.extend([found] if count == 32 else [])
+        return found
+
+    def summed(self: Noise, total: Record, state: Record, stage: str, round: int) -> Record:
+        name, first = next(iter(total.get("params").items()))
+        totals[round] = name, first.clone()
+        return released(self, total, state, stage, round)
+
+    monkeypatch.setattr("fedharmony.privacy.os.urandom", drawn)
+    monkeypatch.setattr(Noise, "released", summed)
+    server.start(settings, folder, nobody, post, TERMS)
+    parcels = [parcel for node, parcel in post.log if node == 1000]
+    held = b"".join(parcel.to_bytes() for parcel in parcels)
+    assert len(keys) == 10
+    assert not any(key in held or key.hex().encode() in held for key in keys)
+    (told,) = [p.words["run"]["settings"] for p in parcels if p.kind == "enrol"]
+    assert told["privacy"].keys() == {"noise_multiplier", "delta", "clip", "clip_sums"}
+    name, shape = totals[0][0], totals[0][1].shape
+    seen = {
+        p.words["round"]: record_of(p.parts, {}).get("params")[name].double()
+        for p in parcels
+        if p.kind == "stage"
+    }
+    pairs = [t for t in seen if t + 1 in seen]
+    assert len(pairs) > 2
+    cohorts = [e["cohort"] for e in rounds_of(folder)]
+    numbers = {value for value in flat(told).values() if type(value) is int}
+    for seed in {*numbers, *range(300)}:
+        guess, guessed = Ledger(Budget(1e-5, 20.0), seed), list[list[int]]()
+        for t in range(10):
+            guess.begin(t, Exchanges(1, 0), 2, 3)
+            uniform = guess.stream("cohort", t).uniform(3)
+            guessed.append([k for k in range(3) if uniform[k] < 2 / 3])
+            if t in pairs:
+                stream = guess.stream("noise", t, "update", "params", name)
+                own = torch.from_numpy(stream.normal(shape.numel())).view(shape)
+                generator = torch_rng(seed, "privacy noise update", t)
+                once = torch.randn(shape, generator=generator, dtype=torch.float64)
+                for noise in (own, once):
+                    sums = 2 * (seen[t + 1] - seen[t]) - 20 * noise
+                    assert float((sums - totals[t][1]).abs().max()) > 20
+        assert cohorts != guessed
+        assert cohorts != list(Schedule({0: 12, 1: 18, 2: 8}, 10, 2, "poisson", seed))
+
+
+def test_a_late_site_s_chance_is_what_the_ledger_counts_with(home: Any, tmp_path: Path) -> None:
+    """Half of 2 founders is 1 (q = ½), half of 3 sites is 2 (q = ⅔): ε is that of both."""
+    post, folder = Memory(workers(home[0] / "data")), RunFolder(tmp_path / "run")
+    post.offline = {1000}
+    share = ["federation.cohort=", "federation.participation=0.5"]
+    settings = settings_of(home, *PRIVATE, *share, "run.rounds=5")
+    observe, terms = over_rounds(after_0=post.offline.clear), replace(TERMS, sites=2)
+    found = server.start(settings, folder, observe, post, terms)["privacy"]
+    spent = [event["privacy"] for event in rounds_of(folder)]
+    assert [one["clients"] for one in spent] == [2, 2, 3, 3, 3]
+    prices = [Price(1 / 2, 0.5)] * 2 + [Price(2 / 3, 0.5)] * 3
+    assert [one["epsilon"] for one in spent] == [cost(prices[: t + 1], 1e-5) for t in range(5)]
+    assert (found["epsilon"], found["noise_by"]) == (spent[-1]["epsilon"], "server")
+
+
+def test_a_round_of_sites_that_was_cut_short_is_spent_and_gets_another_key(
+    home: Any, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """A site could answer otherwise the second time: the difference would be without noise."""
+    folder, keys, released = RunFolder(tmp_path / "run"), list[bytes](), Noise.released
+
+    def dies(self: Noise, *given: Any) -> Record:
+        keys.append(self.ledger._key)
+        if len(keys) == 2:
+            raise KeyboardInterrupt
+        return released(self, *given)
+
+    monkeypatch.setattr(Noise, "released", dies)
+    settings, post = settings_of(home, *PRIVATE), Memory(workers(home[0] / "data"))
+    with pytest.raises(KeyboardInterrupt):
+        server.start(settings, folder, nobody, post, TERMS)
+    found = server.resume(folder, nobody, post, TERMS)["privacy"]
+    assert len(set(keys)) == len(keys) == 4
+    assert found["epsilon"] == cost([Price(2 / 3, 0.5)] * 4, 1e-5)
+    assert found["rounds"] == 3
+    assert "cut short" in found["note"]
 
 
 # -- a run goes on --------------------------------------------------------------------------------

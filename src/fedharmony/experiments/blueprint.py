@@ -233,7 +233,7 @@ def refuse_without_replies(settings: Settings, method: Method, cohort: int) -> N
             f"{sees} has no meaning where one party trains (federation.central = true). Remove one "
             "of the two."
         )
-    if cohort < federation.sum_least:
+    if cohort < federation.sum_least and not settings.privacy.active:
         raise ConfigError(
             f"{sees} needs at least federation.sum_least = {federation.sum_least} clients in every "
             f"sum, and {cohort} take part in a round. Raise federation.cohort or "
