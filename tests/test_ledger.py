@@ -243,7 +243,7 @@ def test_a_round_is_repeated_with_its_key_to_the_bit(
     assert [e["round"] for e in ledger_of(lost)] == [0, 1, 2, 2]
     assert third["privacy"]["epsilon"] == cost([Price(0.75, 2.0)] * 4, 1e-5)
     assert third["privacy"]["rounds"] == 3
-    assert third["privacy"]["note"] == "1 rounds were cut short and count as spent"
+    assert third["privacy"]["note"] == "rounds that were cut short and count as spent: 1"
     assert "Round 3 was cut short and cannot be repeated: it counts as spent" in caplog.text
 
 

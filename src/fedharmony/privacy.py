@@ -399,7 +399,7 @@ class Ledger:
         """What the results say of a run of so many rounds."""
         notes = [f"{REPRODUCIBLE} (privacy.noise_seed)"] if self.seed is not None else []
         if self.lost:
-            notes.append(f"{self.lost} rounds were cut short and count as spent")
+            notes.append(f"rounds that were cut short and count as spent: {self.lost}")
         return {
             "epsilon": cost(self._prices, self.budget.delta),
             "delta": self.budget.delta,

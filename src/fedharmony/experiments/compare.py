@@ -1,5 +1,7 @@
 """Several methods on several seeds, on the same data, split and cohorts.
 
+Cohorts and noise of private runs are secrets of each run: there, methods share data and split.
+
 Finished runs are kept, unfinished ones continued, so that a comparison can be stopped and repeated
 at any time, and extended by further methods or seeds.
 """
