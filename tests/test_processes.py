@@ -103,6 +103,20 @@ def test_shares_that_are_not_finite_are_left_out_by_all_processes(tmp_path: Path
     assert results(tmp_path / "one")["state_sha256"] == results(tmp_path / "two")["state_sha256"]
 
 
+def test_processes_of_a_private_run_draw_the_same_cohorts_and_noise(tmp_path: Path) -> None:
+    """From the key of the first; with one of their own they would wait for different clients."""
+    pytest.importorskip("dp_accounting")
+    private = ["run.method=fedavg", "federation.server_sees=sums", "federation.average=uniform"]
+    private += ["privacy.noise_multiplier=1", "federation.participation=0.4", "run.rounds=6"]
+    seed = "privacy.noise_seed=1"
+    launch(2, tmp_path, "run", "demo", *SMALL, *private, "--out", "secret", "--quiet")
+    launch(2, tmp_path, "run", "demo", *SMALL, *private, seed, "--out", "two", "--quiet")
+    launch(1, tmp_path, "run", "demo", *SMALL, *private, seed, "--out", "one", "--quiet")
+    found = [results(tmp_path / name) for name in ("one", "two", "secret")]
+    assert found[0]["state_sha256"] == found[1]["state_sha256"] != found[2]["state_sha256"]
+    assert found[2]["rounds_done"] == found[2]["privacy"]["rounds"] == 6
+
+
 def test_answers_survive_the_way() -> None:
     groups = {"params": {"w": torch.randn(3, 2)}, "odd": {"n": torch.tensor(4), "": torch.ones(1)}}
     reply = Reply(7, 21, Record(groups, {"loss": 0.5, "steps": 3}), finite=False)

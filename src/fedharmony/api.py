@@ -247,7 +247,9 @@ def compare(
 ) -> Comparison:
     """Train several methods on several seeds: same data, split and cohorts for all.
 
-    (With [privacy], each run has cohorts and noise of its own.) Arguments are those of :func:`train`, and these: ``methods`` are ``"name"``, ``"name:preset"``,
+    (With [privacy], each run draws cohorts and noise of its own.)
+
+    Arguments are those of :func:`train`, and these: ``methods`` are ``"name"``, ``"name:preset"``,
     ``"all"``, or ``"central"`` for training in one place; ``seeds`` are of run and initial model;
     ``against`` names the method from which the distance of all others is shown, with intervals.
     Runs that the folder ``out`` holds already are kept, unfinished ones continued.
