@@ -202,7 +202,7 @@ def calibrated(epsilon: float, delta: float, chance: float, rounds: tuple[Exchan
 
     def excess(log_multiplier: float) -> float:
         prices = [Price(chance, math.exp(log_multiplier), *asked) for asked in rounds]
-        return math.log(max(cost(prices, delta), 1e-9) / epsilon)
+        return math.log(max(cost(prices, delta), 1e-300) / epsilon)
 
     low = high = 0.0
     while excess(high) > 0:
