@@ -25,7 +25,7 @@ from fedharmony.experiments.ledger import FolderLedger
 from fedharmony.experiments.run import resume, start
 from fedharmony.experiments.settings import load_settings
 from fedharmony.methods.fedharmony_sums import CONSENSUS
-from fedharmony.privacy import Budget, Clipping, Ledger, Noise, Price, cost
+from fedharmony.privacy import Budget, Clipping, Exchanges, Ledger, Noise, Price, cost
 from fedharmony.rng import PAIRS, Keystream
 from fedharmony.server.federation import Federation
 from fedharmony.server.sampling import Cohorts, Schedule, cohort_size
@@ -78,7 +78,7 @@ def test_gaussian_numbers_are_gaussian() -> None:
 def test_no_purpose_shares_a_number_with_another() -> None:
     ledger, found = Ledger(Budget(1e-5, 1.0), seed=0), list[float]()
     for round in range(3):
-        ledger.begin(round, (1, 0), 2, 4)
+        ledger.begin(round, Exchanges(1, 0), 2, 4)
         purposes = [("cohort", 0), ("noise", round, "a", "b/c"), ("noise", round, "a/b", "c")]
         for purpose in [*purposes, ("noise", round, "head", "b/c")]:
             found += ledger.stream(*purpose).uniform(1000).tolist()
@@ -153,7 +153,7 @@ def test_what_fedharmony_sends_does_not_tell_how_many_have_taken_part() -> None:
         sent.update((round > 0, CONSENSUS in message.groups) for message in messages.values())
         return messages
 
-    own.method.broadcast = spied  # type: ignore[method-assign]
+    own.method.broadcast = spied
     _, events = own.run()
     assert len(events[0]["cohort"]) < 2
     assert sent == {(False, False), (True, True)}
@@ -386,7 +386,7 @@ def test_a_second_reader_finds_what_the_ledger_says(
             drawn[self.key] = count
         return uniform(self, count)
 
-    Spied.__init__, Spied.uniform = made, counted  # type: ignore[method-assign]
+    Spied.__init__, Spied.uniform = made, counted
     z = set[float]()
 
     def measured(self: Noise, total: Record, *given: Any) -> Record:

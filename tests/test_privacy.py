@@ -185,24 +185,6 @@ def test_noise_has_the_deviation_that_was_paid_for() -> None:
     assert abs(float(correlation)) < 0.03
 
 
-def drawn(
-    noise: Noise, stage: str = "update", round: int = 0, group: str = PARAMS
-) -> tuple[float, ...]:
-    """Three numbers of noise."""
-    sums: dict[str, Group] = {group: {"w": torch.zeros(3, dtype=torch.float64)}}
-    state = Record({PARAMS: {"w": torch.zeros(3, dtype=torch.float64)}})
-    return tuple(noise.released(Record(sums), state, stage, round).get(group)["w"].tolist())
-
-
-def test_noise_differs_by_round_stage_group_and_seed_and_repeats() -> None:
-    unit = Clipping(1.0, 1.0)
-    noise = begun(private(1.0, unit), cohort=1)
-    assert drawn(noise) == drawn(begun(private(1.0, unit), cohort=1))
-    others = {drawn(noise, "head"), drawn(noise, group="sums"), drawn(begun(noise, 1), round=1)}
-    found = {drawn(begun(private(1.0, unit), cohort=1)), *others}
-    assert len({*found, drawn(begun(private(1.0, unit, seed=1), cohort=1))}) == 5
-
-
 def test_packed_models_get_the_same_noise_and_keep_their_gaps() -> None:
     own = toy("fedavg", federation=EQUAL, dtype=torch.float32)
     sent = own.method.broadcast(own.initial(), 0, [0, 1])

@@ -396,14 +396,13 @@ class Ledger:
         }
 
     def statement(self, rounds: int, noise_by: str) -> dict[str, Any]:
-        """What the results say of a run of so many rounds."""
+        """What the results say of a run of so many rounds, and of who has added the noise."""
         notes = [f"{REPRODUCIBLE} (privacy.noise_seed)"] if self.seed is not None else []
         if self.lost:
             notes.append(f"rounds that were cut short and count as spent: {self.lost}")
+        spent = self.spent()
         return {
-            "epsilon": cost(self._prices, self.budget.delta),
-            "delta": self.budget.delta,
-            "noise_multiplier": self.budget.multiplier,
+            **{name: spent[name] for name in ("epsilon", "delta", "noise_multiplier")},
             "rounds": rounds,
             "unit": "add or remove one client",
             "sampling": "poisson",

@@ -287,15 +287,9 @@ def _ledger(assembly: Assembly, folder: RunFolder, first: int) -> Ledger | None:
         if seed is not None:
             logger.warning("privacy.noise_seed = %d: %s.", seed, REPRODUCIBLE)
     if process_group().size > 1:
-        made.spread = lambda key: _from_leader(key, assembly.device)
+        leads, device = process_group().leads, assembly.device
+        made.spread = lambda key: passed(key if leads else None, 0, device)
     return made
-
-
-def _from_leader(data: bytes, device: torch.device) -> bytes:
-    """The bytes of the process that leads, on all of them."""
-    leads = process_group().leads
-    received = passed(data if leads else None, 0, device)
-    return data if leads else received
 
 
 def _say_that_it_ends(settings: Settings, done: int) -> None:

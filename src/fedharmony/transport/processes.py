@@ -109,14 +109,14 @@ class Processes:
 
 
 def passed(data: bytes | None, owner: int, device: torch.device) -> bytes:
-    """The owner's bytes, on every other process; the owner, which alone has ``data``, gets none."""
+    """The owner's bytes, on every process; the others have no ``data``."""
     length = torch.tensor(0 if data is None else len(data), device=device)
     dist.broadcast(length, owner)
     buffer = torch.empty(int(length), dtype=torch.uint8, device=device)
     if data:
         buffer.copy_(torch.frombuffer(bytearray(data), dtype=torch.uint8))
     dist.broadcast(buffer, owner)
-    return b"" if data is not None else buffer.cpu().numpy().tobytes()
+    return data if data is not None else buffer.cpu().numpy().tobytes()
 
 
 def _gone(missing: str, stage: Stage, round: int, error: Exception) -> ClientLimitError:
