@@ -25,6 +25,7 @@ def model_card(model: TrainedModel, config: Mapping[str, Any], onnx: bool) -> st
         _labels(model),
         "## How to use it",
         *_use(model, config, onnx),
+        *_privacy(model),
         "## Limits",
         "\n".join(f"- {sentence}" for sentence in _limits(model)),
     ]
@@ -35,13 +36,39 @@ def _what(model: TrainedModel) -> str:
     settings, sizes = model.settings, [n for n in model.facts.sizes.values() if n]
     where = "in one place" if settings.federation.central else f"by {len(sizes):,} clients"
     kind = "samples" if isinstance(model.facts.input, FeatureSpec) else "images"
+    amount, seed = f"{sum(sizes):,} {kind} of ", f" (seed {settings.run.seed})"
+    if model.results.get("privacy"):  # ε covers neither
+        amount = seed = ""
     return (
         f"A multi-label model: it gives each of {len(model.classes)} labels a score from 0 to 1. "
         f"It takes {model.facts.input}. It was trained with fedharmony {where} on "
-        f"{sum(sizes):,} {kind} of the data set `{settings.data.common.name}`, with the method "
-        f"`{settings.run.method}` in {settings.run.rounds:,} rounds (seed {settings.run.seed}), "
+        f"{amount}the data set `{settings.data.common.name}`, with the method "
+        f"`{settings.run.method}` in {model.results['rounds_done']:,} rounds{seed}, "
         f"as a `{settings.model.common.name}`."
     )
+
+
+def privacy_facts(spent: Mapping[str, Any]) -> list[str]:
+    """What a run promises its clients, for card, report and terminal.
+
+    Earlier versions drew noise from the seed of the run, and did not say so.
+
+    >>> privacy_facts({"epsilon": 7.996, "delta": 1e-5, "rounds": 12})[1:]
+    ['rounds done: 12', 'not private: its noise can be reproduced']
+    """
+    facts = [f"differential privacy of clients: ε = {spent['epsilon']:.2f}, δ = {spent['delta']:g}"]
+    words = {"unit": "unit of protection: {}", "rounds": "rounds done: {:,}"}
+    words |= {"noise_by": "noise added by the {}", "note": "{}"}
+    facts += [text.format(spent[key]) for key, text in words.items() if spent.get(key) is not None]
+    return facts + ["not private: its noise can be reproduced"] * spent.get("reproducible", True)
+
+
+def _privacy(model: TrainedModel) -> Iterator[str]:
+    if spent := model.results.get("privacy"):
+        more = " and the means of features" if isinstance(model.facts.input, FeatureSpec) else ""
+        yield "## Privacy"
+        yield "\n".join(f"- {fact}" for fact in privacy_facts(spent))
+        yield f"ε is about what clients sent in training. It does not cover the test images{more}."
 
 
 def _metrics(results: Mapping[str, Any]) -> str:
@@ -120,10 +147,10 @@ def _limits(model: TrainedModel) -> Iterator[str]:
         yield f"{never} of {len(model.classes)} labels were given to no test image at all."
     if lost := results["clients_lost"]:
         yield f"{lost:,} times a client failed and was left out of training."
-    if not model.settings.federation.central:
+    if not model.settings.federation.central and not results.get("privacy"):
         yield (
             "Clients kept their images. A model can still reveal something about what it was "
-            "trained on; nothing was done against that here."
+            "trained on, and this one was trained without noise."
         )
     yield "It has no licence of its own: ask whoever trained it, and mind that of the data."
 

@@ -173,7 +173,8 @@ def matrices(assembly: Assembly, state: Record, evaluation: Evaluation) -> Tenso
         "learned": torch.from_numpy(structure.soft_matrix).float(),
         "learned_hard": torch.from_numpy(structure.hard_matrix).float(),
     }
-    if not assembly.settings.federation.central and assembly.clients:
+    settings = assembly.settings
+    if assembly.clients and not (settings.federation.central or settings.privacy.active):
         shares = label_shares(assembly.loaded.train.labels, assembly.partition)
         tensors["client_label_shares"] = torch.from_numpy(shares)  # of groups, if there are many
         tensors["client_sizes"] = torch.from_numpy(assembly.partition.sizes)
@@ -222,8 +223,8 @@ def summarise(
     """
     settings, data, found = assembly.settings, assembly.data, evaluation.metrics
     plan = assembly.blueprint
-    prevalence = None  # where the training labels are elsewhere: that of the test set
-    if len(data.train):
+    prevalence = None  # where the training labels are elsewhere, or private: that of the test set
+    if len(data.train) and not settings.privacy.active:
         known = data.train.known
         counted = len(data.train) if known is None else known.sum(axis=0)
         prevalence = _positives(data.train) / np.maximum(counted, 1)

@@ -149,15 +149,13 @@ def config_of(model: TrainedModel, form: Form) -> dict[str, Any]:
         "thresholds": model.thresholds,
         "thresholds_chosen": results.get("thresholds") is not None,
         "metrics": results["metrics"],
-        "rounds": results["rounds"],
-        "seed": results["seed"],
-        "sha256": {
-            "settings": results["config_sha256"],
-            "state": results["state_sha256"],
-            "partition": results["partition_sha256"],
-            "data": results["bound"],
-        },
+        "rounds": results["rounds_done"],
+        "privacy": results.get("privacy"),
+        "sha256": {"settings": results["config_sha256"], "state": results["state_sha256"]},
     }
+    if not own["privacy"]:  # a hash of all data tells who guesses the last client that he is right
+        own["seed"] = results["seed"]
+        own["sha256"] |= {"partition": results["partition_sha256"], "data": results["bound"]}
     if isinstance(input, FeatureSpec):
         return {"fedharmony": {**own, "features": input.names, "width": input.width}}
     own["image_size"] = [input.height, input.width]

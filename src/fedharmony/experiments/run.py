@@ -167,9 +167,10 @@ def _first_round(
         folder.write_json(trained.FILE, trained.describe(assembly.blueprint))
         if assembly.clients:  # else their images are elsewhere
             assembly.partition.save(folder["partition.json"])
-            labels, seed = assembly.loaded.train.labels, settings.split.common.seed
-            report = split_report(labels, assembly.partition, seed)
-            folder.write_json("split_report.json", report.as_dict())
+            if not settings.privacy.active:  # the report, which can be mailed, shows it
+                labels, seed = assembly.loaded.train.labels, settings.split.common.seed
+                report = split_report(labels, assembly.partition, seed)
+                folder.write_json("split_report.json", report.as_dict())
         log = EventLog(folder.events)
         folder.save_state(0, state, settings, saved.bound, log, saved.memory)
     return _rounds(assembly, folder, saved, observe)
@@ -332,7 +333,7 @@ def start_event(assembly: Assembly, first: int) -> Event:
         "client_names": list(plan.facts.names) or None,
         "cohort": plan.cohort,
         "classes": list(data.classes),
-        "train_images": assembly.train_images,
+        "train_images": None if settings.privacy.active else assembly.train_images,
         "test_images": len(data.test),
         "parameters": plan.model.num_parameters,
         "device": str(assembly.device),

@@ -53,6 +53,8 @@ Event: TypeAlias = Mapping[str, Any]
 Array: TypeAlias = npt.NDArray[np.float64]
 
 COMPARISON_FILE = "comparison.json"
+#: Numbers without which nothing is promised to clients.
+NUMBERS = ("epsilon", "delta")
 #: What runs must have in common to stand in one table: how names of such parts begin.
 TESTED_ON = ("class names", "test ", "held-out ")
 TRAINED_ON = (*TESTED_ON, "training ")
@@ -188,13 +190,14 @@ class RunView:
         return self.rounds_done
 
     @property
-    def privacy(self) -> dict[str, float]:
-        """ε, δ and the noise multiplier after the last round; empty where clients are not private.
+    def privacy(self) -> dict[str, Any]:
+        """What clients were promised after the last round; empty where they are not private.
 
-        Read from the log, which an unfinished run has, too.
+        The log, which an unfinished run has, too, counts before the results.
         """
-        last = self.rounds[-1].get("privacy") if self.rounds else self.results.get("privacy")
-        return {k: value for k, v in (last or {}).items() if math.isfinite(value := number(v))}
+        blocks = [part.get("privacy") for part in (self.results, *self.rounds[-1:])]
+        spent = {k: v for block in blocks if isinstance(block, Mapping) for k, v in block.items()}
+        return spent if all(math.isfinite(number(spent.get(k))) for k in NUMBERS) else {}
 
     @property
     def rounds_done(self) -> int:

@@ -10,6 +10,7 @@ from __future__ import annotations
 
 import json
 import math
+import re
 import statistics
 from collections.abc import Iterable, Mapping, Sequence
 from pathlib import Path
@@ -27,6 +28,8 @@ from fedharmony.report.panel import count, sections, styles
 from fedharmony.report.tables import table_of
 
 _MOST_FAILURES = 40
+#: A setting that the page, which is given away, does not tell.
+NOISE_SEED = "privacy.noise_seed"
 #: Parts of the page that not every page has.
 _OPTIONAL = (
     *("notices", "tiles", "table", "table_keys", "crowned", "glance", "rules", "options"),
@@ -176,7 +179,8 @@ def _settings(runs: Runs) -> list[tuple[str, list[tuple[str, str]]]]:
     """Settings that all methods share, then those of each; values of several seeds are joined."""
     joined: dict[str, dict[str, str]] = {}
     for name, group in runs.groups.items():
-        flats = [{k: _value(v) for k, v in flat(run.config).items()} for run in group]
+        shown = [{k: v for k, v in flat(r.config).items() if k != NOISE_SEED} for r in group]
+        flats = [{k: _value(v) for k, v in settings.items()} for settings in shown]
         joined[name] = {
             key: ", ".join(dict.fromkeys(settings.get(key, "–") for settings in flats))
             for key in dict.fromkeys(k for settings in flats for k in settings)
@@ -202,4 +206,4 @@ def _environment(runs: Runs) -> list[tuple[str, str]]:
 def commands(runs: Iterable[RunView]) -> list[str]:
     """The commands that were given, as far as they are known."""
     given = dict.fromkeys(str(run.environment.get("command") or "") for run in runs)
-    return [command for command in given if command]
+    return [re.sub(rf"({NOISE_SEED})=\S+", r"\1=…", command) for command in given if command]

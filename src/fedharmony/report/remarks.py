@@ -7,11 +7,11 @@ from collections.abc import Iterator
 
 import numpy as np
 
+from fedharmony.experiments.card import privacy_facts
 from fedharmony.report.load import Runs
 from fedharmony.report.measures import decide, reliability, taken_for, worst_decile
 from fedharmony.report.panels.mistakes import MOST_LABELS
 from fedharmony.report.panels.users import worst_users
-from fedharmony.report.words import privacy_words
 
 
 def remarks(runs: Runs) -> Iterator[str]:
@@ -28,8 +28,7 @@ def remarks(runs: Runs) -> Iterator[str]:
             f"{_change('OF1', run.metrics, better)}."
         )
     if run.privacy:
-        words, multiplier = privacy_words(run.privacy), run.privacy["noise_multiplier"]
-        yield f"{words[:1].upper()}{words[1:]} (noise multiplier {multiplier:.3g})."
+        yield f"Privacy: {'; '.join(privacy_facts(run.privacy))}."
     if run.scores is not None:
         if len(run.classes) <= MOST_LABELS:
             swaps = taken_for(decide(run.scores, run.thresholds))

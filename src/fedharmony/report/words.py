@@ -9,6 +9,7 @@ from collections.abc import Mapping, Sequence
 from markupsafe import Markup, escape
 
 from fedharmony.errors import some
+from fedharmony.experiments.card import privacy_facts
 from fedharmony.fallbacks import CAUSES
 from fedharmony.report.grid import spread
 from fedharmony.report.load import Runs, RunView
@@ -155,21 +156,12 @@ def facts(runs: Runs) -> list[str]:
     if start.get("device"):
         found.append(str(start["device"]))
     if runs.alone and run.privacy:
-        found.append(privacy_words(run.privacy))
+        found += privacy_facts(run.privacy)
     if runs.alone:
         found.append(f"seed {run.seed}")
         if math.isfinite(run.seconds):
             found.append(duration(run.seconds))
     return found
-
-
-def privacy_words(spent: Mapping[str, float]) -> str:
-    """How far clients are private, in a few words.
-
-    >>> privacy_words({"epsilon": 7.996, "delta": 1e-5, "noise_multiplier": 2.04})
-    'differential privacy of clients: ε = 8.00, δ = 1e-05'
-    """
-    return f"differential privacy of clients: ε = {spent['epsilon']:.2f}, δ = {spent['delta']:g}"
 
 
 def notices(runs: Runs) -> list[str]:
@@ -206,6 +198,8 @@ def _shortcomings(run: RunView) -> list[str]:
         reason = str(given or stopped).rstrip(".")
         verb = "failed" if run.status == "failed" else f"was {run.status}"
         found.append(f"{verb} after {progress}: {reason}.")
+    if run.privacy.get("reproducible", bool(run.privacy)):
+        found.append("is not private: its noise can be reproduced.")
     stale = int(run.results.get("rounds_done") or 0)
     if run.results and stale != run.rounds_done:
         found.append(f"has label scores and correlations as they were after round {stale}.")
