@@ -124,6 +124,22 @@ def test_other_requests_and_large_ones_are_refused(
     assert ask(port, "/v1/fleet/pull-messages", body=b"four")[0] == 413
 
 
+def test_a_line_without_tls_or_of_another_authority_is_refused(
+    port: tuple[int, Path], tmp_path: Path
+) -> None:
+    """Nothing is handed on, and a site talks to no server that its authority did not sign."""
+    before, path = len(Inner.connections), "/v1/fleet/pull-messages"
+    there = http.client.HTTPConnection("127.0.0.1", port[0], timeout=10)
+    there.request("POST", path, b"x", {"x-signature": "signed"})
+    with pytest.raises((OSError, http.client.HTTPException)):
+        there.getresponse()
+    there.close()
+    make_certificates(tmp_path, ["127.0.0.1"])
+    with pytest.raises(ssl.SSLCertVerificationError):
+        ask((port[0], tmp_path), path)
+    assert len(Inner.connections) == before
+
+
 def test_a_superlink_that_is_away(port: tuple[int, Path]) -> None:
     outer = gate.Gate(("127.0.0.1", 0), ("127.0.0.1", 1), port[1])
     thread = threading.Thread(target=outer.serve_forever)

@@ -37,9 +37,9 @@ def test_every_promise_names_tests_that_exist() -> None:
     there = "".join(path.read_text() for path in ROOT.glob("tests/test_*.py"))
     assert len(rows) > 15
     for asset, _, promise, named in (row.split(" | ") for row in rows):
-        tests = re.findall(r"`(test_\w+)`", named)
+        tests = re.findall(r"`(test_\w+|TODO[\w-]+)`", named)
         assert tests or promise.startswith("none"), asset
-        assert not [name for name in tests if f"def {name}(" not in there], asset
+        assert [name for name in tests if f"def {name}(" not in there] == [], asset
 
 
 # -- what is given away of a private run -----------------------------------------------------------
