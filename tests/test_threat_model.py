@@ -20,6 +20,7 @@ from fedharmony.experiments.settings import load_settings
 from fedharmony.experiments.trained import load_model
 from fedharmony.flower import server
 from fedharmony.methods.base import methods
+from fedharmony.metrics import trivial_baselines
 from fedharmony.report.load import load
 from fedharmony.report.page import write_report
 from fedharmony.report.remarks import remarks
@@ -37,7 +38,7 @@ def test_every_promise_names_tests_that_exist() -> None:
     there = "".join(path.read_text() for path in ROOT.glob("tests/test_*.py"))
     assert len(rows) > 15
     for asset, _, promise, named in (row.split(" | ") for row in rows):
-        tests = re.findall(r"`(test_\w+|TODO[\w-]+)`", named)
+        tests = re.findall(r"`(test_\w+)`", named)
         assert tests or promise.startswith("none"), asset
         assert [name for name in tests if f"def {name}(" not in there] == [], asset
 
@@ -103,6 +104,10 @@ def test_exact_data_of_clients_are_in_no_file_that_is_given_away(tmp_path: Path)
     listed = re.findall(r"`(\S+)`", re.search(r"clients: (.*?)\.$", PAGE.read_text(), re.M)[1])
     assert holding == {f"run/{name}" for name in listed}
     assert "report.html" not in listed
+    labels = load_file(folder / "run" / "scores.safetensors")["labels"]
+    results = json.loads((folder / "run" / "results.json").read_text())
+    of_test = trivial_baselines(labels)["prevalence"].as_dict()
+    assert results["baselines"]["prevalence"] == pytest.approx(of_test)
 
 
 def test_card_and_report_say_what_was_promised(
@@ -146,6 +151,7 @@ def test_card_and_report_say_what_was_promised(
     results = json.loads((run / "results.json").read_text()) | {"privacy": old}
     (run / "results.json").write_text(json.dumps(results))
     assert "This run is not private" in write_report(run).read_text()
+    assert any("δ = 1e-05; not private" in line for line in remarks(load(run)))
     results["privacy"] = block | {"reproducible": False}
     (run / "results.json").write_text(json.dumps(results))
     assert "not private" not in write_report(run).read_text()

@@ -46,5 +46,5 @@ def print_disclosure(found: Disclosure) -> None:
         say("No noise: ε = ∞.")
     say(
         "Beside this the server knows who takes part when. A site of a federation also tells how "
-        "many images it has when it joins."
+        "many images it has, and a hash of them, when it joins."
     )
