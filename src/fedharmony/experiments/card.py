@@ -36,9 +36,9 @@ def _what(model: TrainedModel) -> str:
     settings, sizes = model.settings, [n for n in model.facts.sizes.values() if n]
     where = "in one place" if settings.federation.central else f"by {len(sizes):,} clients"
     kind = "samples" if isinstance(model.facts.input, FeatureSpec) else "images"
-    amount, seed = f"{sum(sizes):,} {kind} of ", f" (seed {settings.run.seed})"
-    if model.results.get("privacy"):  # ε covers neither
-        amount = seed = ""
+    private = bool(model.results.get("privacy"))  # ε covers neither how many, nor the seed
+    amount = "" if private else f"{sum(sizes):,} {kind} of "
+    seed = "" if private else f" (seed {settings.run.seed})"
     return (
         f"A multi-label model: it gives each of {len(model.classes)} labels a score from 0 to 1. "
         f"It takes {model.facts.input}. It was trained with fedharmony {where} on "
