@@ -1,16 +1,18 @@
-"""Methods × attacks × defences: what lies cost, and what it costs to bear them.
+"""Rules of averaging × attacks: what does the worst attack cost, under each rule?
 
-    python benchmarks/attacks.py [CONFIG] [section.key=value ...] [--methods fedavg,fedharmony]
-        [--attacks sign_flip,...] [--shares 0.1,0.3] [--defences none,same_direction,...]
-        [--seeds 0] [--jobs 1] [--name NAME]
+    python benchmarks/attacks.py --stage a [--jobs 16] [section.key=value ...]
+    python benchmarks/attacks.py --stage b [--jobs 16] [section.key=value ...]
 
-A defence is a rule of ``federation.robust``; behind a colon its ``robust_bad`` (of "norm_bound" and
-"same_direction" its ``robust_bound``). "head_sums" and what it is compared with start from a
-closed-form head.
+Stage a: the demo with FedAvg, one seed, 30 % of the clients malicious, who claim ten times their
+images: every rule × every attack from the first round; then every attack from round 6 on, for the
+four rules that did best. Stage b: the three best rules of stage a × the five attacks that cost them
+most × FedAvg and FedHarmony × 10 % and 30 % × three seeds; false label correlations, which only
+FedHarmony asks for; and all honest. A late start is an attack of its own.
 
-Prints a table per defence: mAP (difference to the same method and defence without lies) and, for
-FedHarmony, [the area under the ROC curve of the misfit s_k as a detector of liars: how often a
-liar's is larger than an honest client's]. Writes results/attacks.json under the given name.
+Every run is compared with the honest run, plain mean, without the malicious clients. Results are
+kept in results/attacks.json after each run; runs that it holds are not done again. Prints a table
+of mAP and, in brackets, the difference to that run: rules with the best worst case first, attacks
+with the worst first.
 """
 
 from __future__ import annotations
@@ -18,6 +20,7 @@ from __future__ import annotations
 import argparse
 import json
 import multiprocessing
+import os
 import statistics
 import sys
 import time
@@ -27,9 +30,7 @@ from dataclasses import asdict, dataclass, replace
 from pathlib import Path
 from typing import Any
 
-import torch
-from torch import Tensor
-
+from fedharmony.attacks import attacks
 from fedharmony.data.base import DataSet
 from fedharmony.engine.memory import ClientMemory
 from fedharmony.errors import ClientLimitError
@@ -37,197 +38,241 @@ from fedharmony.experiments.build import assemble
 from fedharmony.experiments.evaluate import evaluate
 from fedharmony.experiments.machine import switch_torch
 from fedharmony.experiments.settings import load_settings
-from fedharmony.methods.fedharmony import FedHarmony
+from fedharmony.robust import rules
 
-MODEL = "not_a_number,sign_flip,scale,noise,free_rider,label_flip,label_off,size"
-ATTACKS = f"{MODEL},correlation_ones,correlation_random,correlation_negated,head_sums"
+METHODS, SHARES, SEEDS = ("fedavg", "fedharmony"), (0.1, 0.3), (0, 1, 2)
+CLAIM, LATE = 10.0, 6
+#: Attacks with another strength than their own.
+STRONGER = ("alie:0.5", "inner_product:2", "blend:1")
+#: What FedAvg does not ask for, and what the checks find as they find "not_a_number".
+APART = ("correlation", "head_sums", "infinite")
+FALSE_R = "correlation_coordinated"
+LATE_RULES, BEST_RULES, WORST_ATTACKS = 4, 3, 5
+HONEST = "none"
 
 
 @dataclass(frozen=True)
 class Cell:
-    """One cell of a table; ``share`` is 0 without an attack."""
+    """One run: an attack ("kind", or "kind:strength") of a share of the clients, from a round on.
 
-    method: str
-    defence: str
-    attack: str
-    share: float
-    solved_head: bool
-
-    def changes(self) -> list[str]:
-        """The settings of this cell."""
-        rule, _, number = self.defence.partition(":")
-        found = [f"run.method={self.method}", f"federation.robust={rule}"]
-        if number:
-            name = "bound" if rule in ("norm_bound", "same_direction") else "bad"
-            found.append(f"federation.robust_{name}={number}")
-        if self.share:
-            found += [f"attack.kind={self.attack}", f"attack.share={self.share:g}"]
-        if self.solved_head:
-            found.append("federation.head_start=closed_form")
-        return found
-
-    @property
-    def hopeless(self) -> bool:
-        """Whether the attack has nothing to lie about."""
-        return self.attack.startswith("correlation") and not self.method.startswith("fedharmony")
-
-    def without_lies(self) -> Cell:
-        """What this cell is compared with."""
-        return replace(self, attack="none", share=0.0)
-
-
-class Misfits:
-    """Notes the misfits s_k that FedHarmony finds, by client."""
-
-    def __init__(self) -> None:
-        self.found: list[tuple[int, float]] = []
-
-    def __enter__(self) -> Misfits:
-        self._before = before = FedHarmony.misfits
-
-        def noted(method: FedHarmony, replies: Any, sent: Any) -> Any:
-            misfits = before(method, replies, sent)
-            values, compared = misfits.values.tolist(), misfits.compared.tolist()
-            every = zip(replies, values, compared, strict=True)
-            self.found += [(reply.client, s) for reply, s, told in every if told]
-            return misfits
-
-        FedHarmony.misfits = noted  # type: ignore[method-assign]
-        return self
-
-    def __exit__(self, *error: object) -> None:
-        FedHarmony.misfits = self._before  # type: ignore[method-assign]
-
-    def area(self, liars: Iterable[int]) -> float | None:
-        """How often a liar's s_k is larger than that of an honest client."""
-        bad = torch.tensor([s for client, s in self.found if client in liars])
-        good = torch.tensor([s for client, s in self.found if client not in liars])
-        return ranked(bad, good) if len(bad) and len(good) else None
-
-
-def ranked(bad: Tensor, good: Tensor) -> float:
-    """Area under the ROC curve: P(bad > good) + ½ P(bad = good)."""
-    above = (bad[:, None] > good).double() + (bad[:, None] == good).double() / 2
-    return float(above.mean())
-
-
-class Runs:
-    """Carries out the runs of cells; one for each process that takes part.
-
-    >>> runs = Runs("demo", [], [0, 1])
-    >>> cell = Cell("fedavg", "none", "none", 0.0, False)
-    >>> runs.found |= {(cell, 0): (40.0, None), (cell, 1): (44.0, None)}
-    >>> runs.text(cell)
-    '42.0'
+    ``without`` leaves the malicious clients out of every cohort.
     """
 
-    def __init__(self, config: str, changes: Sequence[str], seeds: Sequence[int]) -> None:
-        self.config, self.fixed, self.seeds = config, changes, seeds
-        self.found: dict[tuple[Cell, int], tuple[float, float | None]] = {}
-        self._data: DataSet | None = None
+    method: str
+    rule: str
+    attack: str = HONEST
+    share: float = 0.0
+    start: int = 1
+    seed: int = 0
+    without: bool = False
 
-    def run(self, cell: Cell, seed: int) -> tuple[float, float | None]:
-        """mAP, and the ROC area of misfits."""
-        settings = load_settings(self.config, [*self.fixed, *cell.changes()]).with_run(seed=seed)
-        switch_torch(settings.engine)
-        assembly = assemble(settings, data=self._data)
-        self._data = assembly.loaded
-        loop, state = assembly.federation(ClientMemory()), assembly.initial_state()
-        try:
-            with Misfits() as misfits:
-                state = loop.run(state, 0, lambda event: None, lambda round, state: None)
-        except ClientLimitError:  # more clients sent nonsense than the run allows
-            return float("nan"), None
-        found = evaluate(assembly, state).metrics.as_dict()["mAP"]
-        return 100 * float(found or 0), misfits.area(assembly.attack.liars)
+    @property
+    def name(self) -> str:
+        """The attack, as tables name it."""
+        return self.attack if self.start == 1 else f"{self.attack}, from round {self.start}"
 
-    def carry_out(self, cells: Sequence[Cell], jobs: int, keep: Callable[[], None]) -> None:
-        """Run every cell with every seed, several at once; ``keep`` what is found after each."""
-        work = [(cell, seed) for cell in dict.fromkeys(cells) for seed in self.seeds]
-        start = (self.config, self.fixed, self.seeds)
-        spawn = multiprocessing.get_context("spawn")
-        with ProcessPoolExecutor(jobs, spawn, _begin, start) as pool:
-            waiting = {pool.submit(_run, *job): job for job in work}
+    @property
+    def baseline(self) -> Cell:
+        """The honest run without the malicious clients, or with all where there are none."""
+        plain = Cell(self.method, "none", share=self.share, seed=self.seed)
+        return replace(plain, without=self.share > 0)
+
+    def changes(self, rounds: int) -> list[str]:
+        """The settings of this run."""
+        found = [
+            f"run.method={self.method}",
+            f"run.seed={self.seed}",
+            f"federation.robust={self.rule}",
+        ]
+        if self.share:
+            kind, _, strength = ("size" if self.without else self.attack).partition(":")
+            found += [f"attack.kind={kind}", f"attack.share={self.share:g}"]
+            found += [f"attack.claim={CLAIM:g}", f"attack.rounds=[{self.start}, {rounds}]"]
+            found += [f"attack.strength={strength}"] if strength else []
+        return found
+
+
+def run(cell: Cell, config: str, fixed: Sequence[str], data: DataSet | None) -> tuple[float, Any]:
+    """MAP in per cent, and the data, for the next run."""
+    rounds = load_settings(config, list(fixed)).run.rounds
+    settings = load_settings(config, [*fixed, *cell.changes(rounds)])
+    switch_torch(settings.engine)
+    assembly = assemble(settings, data=data)
+    loop = assembly.federation(ClientMemory())
+    if cell.without:
+        malicious = assembly.attackers.malicious
+        schedule = [[k for k in cohort if k not in malicious] for cohort in loop.schedule]
+        loop = replace(loop, schedule=schedule, transport=assembly.transport(ClientMemory()))
+    try:
+        state = loop.run(assembly.initial_state(), 0, lambda event: None, lambda round, s: None)
+    except ClientLimitError:  # more clients sent nonsense than the run allows
+        return 0.0, assembly.loaded
+    found = evaluate(assembly, state).metrics.as_dict()["mAP"]
+    return 100 * float(found or 0), assembly.loaded
+
+
+_data: DataSet | None = None
+
+
+def _run(cell: Cell, config: str, fixed: Sequence[str]) -> float:
+    global _data
+    value, _data = run(cell, config, fixed, _data)
+    return value
+
+
+class Results:
+    """Runs that are done, in a file.
+
+    >>> results = Results(Path("/nonexistent"), "demo", [])
+    >>> cell = at("median", "noise")
+    >>> results.found |= {cell: 40.0, cell.baseline: 44.0}
+    >>> results.text([cell])
+    '40.0 (-4.0)'
+    """
+
+    def __init__(self, file: Path, config: str, fixed: Sequence[str]) -> None:
+        self.file, self.config, self.fixed = file, config, list(fixed)
+        self.found: dict[Cell, float] = {}
+        if file.exists():
+            kept = json.loads(file.read_text())
+            if kept.get("fixed") != self.fixed or kept.get("config") != config:
+                sys.exit(f"{file} holds results of other settings: {kept.get('fixed')}. Move it.")
+            self.found = {Cell(**row["cell"]): row["mAP"] for row in kept["runs"]}
+
+    def carry_out(self, cells: Iterable[Cell], jobs: int) -> None:
+        """Run what is missing, several at once."""
+        work = [cell for cell in dict.fromkeys(cells) if cell not in self.found]
+        began, spawn = time.perf_counter(), multiprocessing.get_context("spawn")
+        with ProcessPoolExecutor(jobs, spawn) as pool:
+            waiting = {pool.submit(_run, cell, self.config, self.fixed): cell for cell in work}
             for i, done in enumerate(as_completed(waiting), 1):
-                cell, seed = waiting[done]
-                self.found[cell, seed] = value, _ = done.result()
-                print(f"{i}/{len(work)} {cell} seed {seed}: {value:.1f}", file=sys.stderr)
-                keep()
+                cell = waiting[done]
+                self.found[cell] = done.result()
+                seconds = time.perf_counter() - began
+                line = f"{i}/{len(work)} {seconds:.0f} s: {cell} {self.found[cell]:.1f}"
+                print(line, file=sys.stderr, flush=True)
+                self.keep()
 
-    def mean(self, cell: Cell) -> tuple[float, float | None]:
-        """Means over seeds of mAP and of the ROC areas."""
-        values, areas = zip(*(self.found[cell, seed] for seed in self.seeds), strict=True)
-        known = [area for area in areas if area is not None]
-        return statistics.mean(values), statistics.mean(known) if known else None
+    def keep(self) -> None:
+        """Write the file anew."""
+        runs = [{"cell": asdict(cell), "mAP": value} for cell, value in self.found.items()]
+        runs.sort(key=lambda row: json.dumps(row["cell"], sort_keys=True))
+        kept = {"config": self.config, "fixed": self.fixed, "claim": CLAIM, "runs": runs}
+        draft = self.file.with_suffix(".draft")
+        draft.write_text(json.dumps(kept, indent=1) + "\n")
+        draft.replace(self.file)
 
-    def text(self, cell: Cell) -> str:
-        """A cell of the table."""
-        if cell.hopeless:
-            return "–"
-        value, area = self.mean(cell)
-        text = f"{value:.1f}"
-        if cell.share:
-            text += f" ({value - self.mean(cell.without_lies())[0]:+.1f})"
-        return text if area is None else f"{text} [{area:.2f}]"
+    def cost(self, cells: Iterable[Cell]) -> float:
+        """The mean difference of runs to what they are compared with."""
+        return statistics.mean(self.found[cell] - self.found[cell.baseline] for cell in cells)
+
+    def text(self, cells: Sequence[Cell]) -> str:
+        """A cell of a table: the mean mAP, and its difference."""
+        value = statistics.mean(self.found[cell] for cell in cells)
+        return f"{value:.1f} ({self.cost(cells):+.1f})"
+
+    def table(
+        self, rows: Sequence[str], columns: Sequence[str], cells: Callable[[str, str], list[Cell]]
+    ) -> str:
+        """Markdown; rows with the worst cell first. A cell without runs is empty."""
+        known = [[[c for c in cells(r, k) if c in self.found] for k in columns] for r in rows]
+        costs = [min((self.cost(one) for one in line if one), default=0.0) for line in known]
+        lines = [f"| | {' | '.join(columns)} |", f"| --- |{' --: |' * len(columns)}"]
+        for place in sorted(range(len(rows)), key=costs.__getitem__):
+            texts = [self.text(one) if one else "" for one in known[place]]
+            lines.append(f"| {rows[place]} | {' | '.join(texts)} |")
+        return "\n".join(lines)
 
 
-_here: Runs
+def every_attack() -> list[str]:
+    """All attacks that FedAvg can be attacked with."""
+    return [n for n in attacks.names() if not n.startswith(APART)] + list(STRONGER)
 
 
-def _begin(config: str, changes: Sequence[str], seeds: Sequence[int]) -> None:
-    global _here
-    _here = Runs(config, changes, seeds)
+def late_of(named: Sequence[str]) -> list[str]:
+    """The same attacks, later; claims last for the whole run."""
+    return [f"{name}, from round {LATE}" for name in named if name != "size"]
 
 
-def _run(cell: Cell, seed: int) -> tuple[float, float | None]:
-    return _here.run(cell, seed)
+def at(rule: str, attack: str) -> Cell:
+    """The cell of stage a with an attack as tables name it."""
+    kind, late, _ = attack.partition(", from")
+    start = LATE if late else 1
+    return Cell("fedavg", rule, kind, 0.0 if attack == HONEST else SHARES[-1], start)
+
+
+def by_worst_case(results: Results, among: Sequence[str], named: Sequence[str]) -> list[str]:
+    """The rules, that with the best worst case first."""
+    worst = {rule: min(results.cost([at(rule, name)]) for name in named) for rule in among}
+    return sorted(among, key=lambda rule: -worst[rule])
+
+
+def stage_a(results: Results, jobs: int) -> None:
+    """Every rule × every attack; late ones for the best rules."""
+    everywhere = ["none", *rules.names()]
+    first = every_attack()
+    late = late_of(first)
+    cells = [at(rule, name) for rule in everywhere for name in (HONEST, *first)]
+    results.carry_out([*cells, *(cell.baseline for cell in cells)], jobs)
+    best = by_worst_case(results, everywhere, first)
+    results.carry_out([at(rule, name) for rule in best[:LATE_RULES] for name in late], jobs)
+    best = [*by_worst_case(results, best[:LATE_RULES], [*first, *late]), *best[LATE_RULES:]]
+    print(results.table([HONEST, *first, *late], best, lambda name, rule: [at(rule, name)]))
+
+
+def stage_b(results: Results, jobs: int) -> None:
+    """The best rules × the attacks that cost them most × methods × shares × seeds."""
+    done = {cell for cell in results.found if cell.method == "fedavg" and cell.seed == 0}
+    late = {cell.rule for cell in done if cell.start == LATE and cell.share == SHARES[-1]}
+    if len(late) < LATE_RULES:
+        sys.exit("Stage b follows on stage a. Run that first: --stage a.")
+    names = [*every_attack(), *late_of(every_attack())]
+    best = by_worst_case(results, sorted(late), names)[:BEST_RULES]
+    worst = sorted(names, key=lambda name: min(results.cost([at(rule, name)]) for rule in best))
+    worst = worst[:WORST_ATTACKS]
+
+    def cells(rule: str, name: str, method: str, share: float) -> list[Cell]:
+        one = replace(at(rule, name), method=method, share=share if name != HONEST else 0.0)
+        return [replace(one, seed=seed) for seed in SEEDS]
+
+    columns = {f"{m}, {100 * s:g} %": (m, s) for m in METHODS for s in SHARES}
+    rows = [HONEST, *worst, FALSE_R]
+    wanted = [
+        cell
+        for rule in best
+        for name in rows
+        for method, share in columns.values()
+        for cell in cells(rule, name, method, share)
+        if name != FALSE_R or method == "fedharmony"
+    ]
+    results.carry_out([*wanted, *(cell.baseline for cell in wanted)], jobs)
+
+    def cost(rule: str) -> float:
+        of_rule = [cells(rule, name, *place) for name in worst for place in columns.values()]
+        return min(results.cost(one) for one in of_rule)
+
+    for rule in sorted(best, key=cost, reverse=True):
+        print(f"\n**{rule}**: the worst case costs {-cost(rule):.1f} mAP\n")
+        print(results.table(rows, list(columns), lambda n, c, r=rule: cells(r, n, *columns[c])))
 
 
 def main() -> None:
-    parser = argparse.ArgumentParser()
-    parser.add_argument("config", nargs="?", default="demo")
-    parser.add_argument("changes", nargs="*")
-    parser.add_argument("--methods", default="fedavg,fedharmony")
-    parser.add_argument("--attacks", default=ATTACKS)
-    parser.add_argument("--shares", default="0.1,0.3")
-    parser.add_argument("--defences", default="none,same_direction")
-    parser.add_argument("--seeds", default="0")
-    parser.add_argument("--jobs", type=int, default=1)
-    parser.add_argument("--name")
+    parser = argparse.ArgumentParser(
+        description=__doc__, formatter_class=argparse.RawTextHelpFormatter
+    )
+    parser.add_argument("changes", nargs="*", metavar="section.key=value")
+    parser.add_argument("--stage", choices=["a", "b"], required=True)
+    parser.add_argument("--config", default="demo")
+    parser.add_argument("--jobs", type=int, default=os.cpu_count() or 1)
     parser.add_argument("--out", type=Path, default=Path(__file__).parent / "results")
     options = parser.parse_args()
-    began, seeds = time.perf_counter(), [int(seed) for seed in options.seeds.split(",")]
-    runs = Runs(options.config, options.changes, seeds)
-    columns = [(m, float(s)) for m in options.methods.split(",") for s in options.shares.split(",")]
-
-    def row(defence: str, attack: str) -> list[Cell]:
-        solved, lies = attack == "head_sums", attack != "none"
-        return [Cell(m, defence, attack, s if lies else 0.0, solved) for m, s in columns]
-
-    attacks, defences = ["none", *options.attacks.split(",")], options.defences.split(",")
-    every = [c for d in defences for a in attacks for c in row(d, a) if not c.hopeless]
-    options.out.mkdir(exist_ok=True)
-    file = options.out / "attacks.json"
-    kept = json.loads(file.read_text()) if file.exists() else {}
-
-    def keep() -> None:
-        kept[options.name or options.config] = {
-            "changes": [c for c in options.changes if "/" not in c],
-            "seeds": seeds,
-            "cells": [
-                {**asdict(cell), "seed": seed, "mAP": value, "area": area}
-                for (cell, seed), (value, area) in runs.found.items()
-            ],
-        }
-        file.write_text(json.dumps(kept, indent=1) + "\n")
-
-    runs.carry_out([*every, *(cell.without_lies() for cell in every)], options.jobs, keep)
-    for defence in defences:
-        head = " | ".join(f"{method} {100 * share:g} %" for method, share in columns)
-        print(f"\n| {defence} | {head} |\n| --- |{' --: |' * len(columns)}")
-        for attack in attacks:
-            print(f"| {attack} | {' | '.join(map(runs.text, row(defence, attack)))} |")
-    print(f"\n{time.perf_counter() - began:.0f} s")
+    os.environ["OMP_NUM_THREADS"] = "1"  # of each worker
+    options.out.mkdir(parents=True, exist_ok=True)
+    fixed = ["engine.threads=1", *options.changes]
+    results = Results(options.out / "attacks.json", options.config, fixed)
+    began = time.perf_counter()
+    (stage_a if options.stage == "a" else stage_b)(results, options.jobs)
+    print(f"\n{len(results.found)} runs; {time.perf_counter() - began:.0f} s this time")
 
 
 if __name__ == "__main__":

@@ -142,20 +142,25 @@ def test_the_soak_runs_fresh_processes(tmp_path: Path) -> None:
     assert row["fast"] <= row["limit"]
 
 
-def test_the_benchmark_of_attacks_measures_what_lies_cost(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Runs of one round; the ROC area by hand: of 6 pairs 3 are in order, and one is even."""
+def test_the_benchmark_of_attacks_compares_with_the_run_without_malicious_clients(
+    monkeypatch: pytest.MonkeyPatch, tmp_path: Path
+) -> None:
+    """Runs of one round; what the file holds is not run again."""
     monkeypatch.syspath_prepend(BENCHMARKS)  # spawned processes take it over
     attacks = importlib.import_module("attacks")
-    assert attacks.ranked(torch.tensor([3.0, 2.0, 0.5]), torch.tensor([1.0, 2.0])) == 3.5 / 6
     small = ["data.train=100", "data.test=30", "run.rounds=1", "train.epochs=1", "split.clients=6"]
-    runs = attacks.Runs("demo", [*small, "model.width=16", "model.depth=1"], [0])
-    cell = attacks.Cell("fedavg", "same_direction:3", "sign_flip", 0.3, False)
-    kept: list[int] = []
-    runs.carry_out([cell, cell.without_lies(), cell], 1, lambda: kept.append(len(runs.found)))
-    assert kept == [1, 2]
-    assert len(runs.found) == 2
-    (lied, _), (plain, _) = runs.found[cell, 0], runs.found[cell.without_lies(), 0]
-    assert runs.text(cell) == f"{lied:.1f} ({lied - plain:+.1f})"
+    small += ["model.width=16", "model.depth=1", "engine.threads=1"]
+    results = attacks.Results(tmp_path / "attacks.json", "demo", small)
+    cell = attacks.at("same_direction", "inner_product:2")
+    assert "attack.strength=2" in cell.changes(1)
+    assert "attack.kind=size" in cell.baseline.changes(1)
+    results.carry_out([cell, cell.baseline, cell], 1)
+    attacked, honest = results.found[cell], results.found[cell.baseline]
+    assert results.text([cell]) == f"{attacked:.1f} ({attacked - honest:+.1f})"
+    again = attacks.Results(tmp_path / "attacks.json", "demo", small)
+    assert again.found == results.found
+    monkeypatch.setattr(attacks, "_run", None)
+    again.carry_out([cell, cell.baseline], 1)
 
 
 def test_embedded_images_keep_labels_split_and_what_is_unknown(

@@ -42,7 +42,7 @@ LAYERS = [
     {"partition"},
     {"models"},
     {"methods"},
-    {"engine", "transport"},
+    {"engine", "transport", "attacks"},
     {"server"},
     {"metrics"},
     {"experiments"},

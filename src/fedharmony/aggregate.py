@@ -71,21 +71,35 @@ class RunningMean:
 class ModelMean:
     """Running mean of the model part of replies: parameters and buffers.
 
-    All methods average models through this class, or through one that bears lies (``robust.py``).
+    All methods average models through this class, or through one that tolerates malicious clients
+    (``robust/``).
+
+    Attributes:
+        weights: of the clients in the mean; their sum is 1 as soon as it is made.
+        left_out: who was left out of it, and why.
     """
 
     def __init__(self) -> None:
         self.clients = 0
+        self.weights: dict[int, float] = {}
+        self.left_out: dict[int, str] = {}
         self._means = {PARAMS: RunningMean(), BUFFERS: RunningMean()}
 
+    def fold(self, reply: Reply, weight: float, buffers: float | None = None) -> None:
+        """Fold one client's model in, under its name."""
+        self.weights[reply.client] = weight
+        self.add(reply.record, weight, buffers)
+
     def add(self, record: Record, weight: float, buffers: float | None = None) -> None:
-        """Fold one client's model in; its buffers by a weight of their own, if there is one."""
+        """Fold one model in; its buffers by a weight of their own, if there is one."""
         self.clients += 1
         self._means[PARAMS].add(record.get(PARAMS), weight)
         self._means[BUFFERS].add(record.get(BUFFERS), weight if buffers is None else buffers)
 
     def means(self, exact: bool = False) -> dict[str, Group]:
         """The mean of both groups; ``exact`` leaves that of parameters in float64."""
+        total = sum(self.weights.values())
+        self.weights = {client: weight / total for client, weight in self.weights.items()}
         return {group: m.result(exact and group == PARAMS) for group, m in self._means.items()}
 
     def update(self, state: Record, exact: bool = False) -> Record:

@@ -29,7 +29,11 @@ if TYPE_CHECKING:
 
 #: What ``fedharmony list`` can list.
 Kind = StrEnum(
-    "Kind", ["methods", "datasets", "splitters", "models", "trackers", "configs", "settings"]
+    "Kind",
+    [
+        *("methods", "datasets", "splitters", "models", "rules", "attacks"),
+        *("trackers", "configs", "settings"),
+    ],
 )
 
 
@@ -56,16 +60,18 @@ def list_components(
     ] = "",
     plugin: Plugins = None,
 ) -> None:
-    """What there is: methods, datasets, splitters, models, trackers, configs, settings.
+    """What there is: methods, datasets, models, rules, attacks, configs, settings and others.
 
     Example: `fedharmony list settings lr`
     """
+    from fedharmony.attacks import attacks
     from fedharmony.config import built_in_configs
     from fedharmony.data.base import datasets
     from fedharmony.experiments.trackers import trackers
     from fedharmony.methods.base import methods
     from fedharmony.models.base import models
     from fedharmony.partition.base import splitters
+    from fedharmony.robust import rules
 
     load_plugins(plugin or ())
     if kind is Kind.settings:
@@ -80,6 +86,8 @@ def list_components(
             Kind.datasets: datasets,
             Kind.splitters: splitters,
             Kind.models: models,
+            Kind.rules: rules,
+            Kind.attacks: attacks,
             Kind.trackers: trackers,
         }[kind]
         for name in registry.names():

@@ -22,11 +22,13 @@ from pathlib import Path
 from typing import Annotated, Any, TypeAlias, TypeVar, get_type_hints
 
 import tomli_w
-from pydantic import AfterValidator, TypeAdapter, ValidationError
+from pydantic import AfterValidator, GetCoreSchemaHandler, TypeAdapter, ValidationError
+from pydantic_core.core_schema import no_info_after_validator_function
 
 import fedharmony
 from fedharmony.errors import ConfigError, nearest, shown
 from fedharmony.reading import is_there, read_regular, user_path
+from fedharmony.registry import Registry
 
 T = TypeVar("T")
 Tree = dict[str, Any]
@@ -266,6 +268,8 @@ def build(cls: type[T], values: Mapping[str, Any], where: str) -> T:
     fedharmony.errors.ConfigError: Unknown setting train.lrr. Did you mean 'lr'? Valid: lr.
     """
     for key in values:
+        if instead := getattr(cls, "REMOVED", {}).get(key):
+            raise ConfigError(f"Setting {where}.{key} is gone: {instead}.")
         if key not in keys(cls):
             raise ConfigError(f"Unknown setting {where}.{key}. {nearest(key, keys(cls))}")
     try:
@@ -297,6 +301,27 @@ def _is_text(value: str) -> bool:
     except UnicodeEncodeError:  # bytes of the command line that are not UTF-8
         return False
     return "\0" not in value
+
+
+@dataclasses.dataclass(frozen=True)
+class NameOf:
+    """Marks a text setting as the name of a component, or one of some other words."""
+
+    registry: Registry[Any]
+    others: tuple[str, ...] = ()
+
+    def names(self) -> list[str]:
+        """All that the setting can be."""
+        return [*self.others, *self.registry.names()]
+
+    def __get_pydantic_core_schema__(self, source: Any, handler: GetCoreSchemaHandler) -> Any:
+        return no_info_after_validator_function(self._known, handler(source))
+
+    def _known(self, name: str) -> str:
+        if name not in self.names():
+            words = nearest(name, self.names()).removesuffix(".")
+            raise ValueError(f"there is no such {self.registry.kind}. {words}")
+        return name
 
 
 def machine_memory() -> int:

@@ -14,6 +14,7 @@ from functools import cached_property
 import numpy as np
 import torch
 
+from fedharmony.attacks import attacks
 from fedharmony.config import machine_memory
 from fedharmony.engine.optimise import TrainSettings
 from fedharmony.errors import CheckpointError, ConfigError
@@ -187,8 +188,8 @@ def blueprint(settings: Settings, facts: Facts, at_site: bool = False) -> Bluepr
         return Blueprint(settings, facts, model, method, schedule, first, budget=spending)
     if settings.attack.kind != "none":
         raise ConfigError(
-            f"federation.central = true trains in one place, where nobody lies, and attack.kind = "
-            f"{settings.attack.kind!r}. Remove one of the two."
+            f"federation.central = true trains in one place, where nobody is malicious, and "
+            f"attack.kind = {settings.attack.kind!r}. Remove one of the two."
         )
     if settings.method_name != CENTRAL_METHOD:
         raise ConfigError(
@@ -202,14 +203,12 @@ def blueprint(settings: Settings, facts: Facts, at_site: bool = False) -> Bluepr
 
 
 def refuse_small_cohort(robust: Robust, cohort: int) -> None:
-    """Refuse a rule of averaging that needs more clients than take part in a round."""
-    if cohort < robust.needs(cohort):
+    """Refuse a rule of averaging that does not tolerate one malicious client among so few."""
+    if cohort < robust.smallest:
         raise ConfigError(
-            f"federation.robust = {robust.rule!r} with robust_bad = {robust.bad:g} needs at least "
-            f"{robust.needs(cohort)} clients per round (2f + 3 for f = "
-            f"{math.ceil(robust.bad * cohort)} liars), and {cohort} take part. Raise "
-            "federation.cohort or federation.participation, lower federation.robust_bad, or use "
-            "another rule."
+            f"federation.robust = {robust.rule!r} with robust_bad = {robust.bad:g} tolerates no "
+            f"malicious client in a cohort of {cohort}; the smallest cohort is {robust.smallest}. "
+            "Raise federation.cohort or federation.participation, or set another rule."
         )
 
 
@@ -221,7 +220,8 @@ def refuse_without_replies(settings: Settings, method: Method, cohort: int) -> N
     if federation.robust != "none":
         raise ConfigError(
             f"{sees} and federation.robust = {federation.robust!r} exclude each other: a rule that "
-            "bears lies compares single replies, and a sum has none. Choose one of the two."
+            "tolerates malicious clients compares single replies, and a sum has none. Choose one "
+            "of the two."
         )
     if federation.sampling == "size":
         raise ConfigError(
@@ -239,10 +239,11 @@ def refuse_without_replies(settings: Settings, method: Method, cohort: int) -> N
             f"sum, and {cohort} take part in a round. Raise federation.cohort or "
             "federation.participation."
         )
-    if settings.attack.kind not in ("none", "label_flip", "label_off"):
+    in_data = [name for name in attacks.names() if not attacks[name].trains_honest]
+    if settings.attack.kind not in ("none", *in_data):
         raise ConfigError(
-            f"attack.kind = {settings.attack.kind!r} changes replies, and {sees} has none. Use "
-            "'label_flip' or 'label_off', which lie in the data, or federation.server_sees = "
+            f"attack.kind = {settings.attack.kind!r} changes replies, and {sees} has none. Use one "
+            f"that trains on false labels ({', '.join(in_data)}), or federation.server_sees = "
             "'replies'."
         )
 

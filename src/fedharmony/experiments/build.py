@@ -13,6 +13,7 @@ import numpy as np
 import numpy.typing as npt
 import torch
 
+from fedharmony.attacks import Attackers
 from fedharmony.data.base import DataSet, Images, LabelledImages, TensorImages, datasets
 from fedharmony.data.cache import MappedImages
 from fedharmony.data.check import Part
@@ -34,7 +35,6 @@ from fedharmony.partition.feature_skew import feature_skew, skewed_images
 from fedharmony.rng import numpy_rng
 from fedharmony.server.federation import Event, Federation
 from fedharmony.server.sampling import gathered_rounds
-from fedharmony.transport.attacks import Attack
 from fedharmony.transport.base import Transport
 from fedharmony.transport.inprocess import InProcess
 from fedharmony.transport.processes import Processes, join, process_group
@@ -65,7 +65,7 @@ class Assembly:
     mode: ComputeMode
     bound: Binding
     for_thresholds: LabelledImages | None = None
-    attack: Attack = field(default_factory=Attack)
+    attackers: Attackers = field(default_factory=Attackers)
     shared: bool = False
 
     @property
@@ -89,8 +89,15 @@ class Assembly:
     def federation(
         self, memory: ClientMemory, tick: Callable[[int, int, int], None] | None = None
     ) -> Federation:
-        """The round loop over all clients; those that lie do so on the way back."""
-        return self.blueprint.federation(self.attack.over(self.transport(memory, tick)))
+        """The round loop over all clients; malicious ones attack on the way back."""
+
+        def false() -> Transport:
+            data, classes = self.data, self.data.classes
+            train = self.attackers.falsified(data.train, self.clients, classes)
+            return replace(self, data=replace(data, train=train)).transport(memory)
+
+        way = self.attackers.over(self.transport(memory, tick), false)
+        return self.blueprint.federation(way)
 
     def transport(
         self, memory: ClientMemory, tick: Callable[[int, int, int], None] | None = None
@@ -119,12 +126,12 @@ class Assembly:
         return transport
 
     def _shelf(self) -> Shelf | None:
-        """Answers that several runs on these data share; none where clients lie, in their own ways.
+        """Answers that several runs on these data share; none where some are malicious.
 
         Its place is what answers depend on beside the question, or how they are computed. The model
         itself is part of the question, whatever seed it comes from.
         """
-        if not self.shared or self.attack.active:
+        if not self.shared or self.attackers.active:
             return None
         whole = self.settings.tree()
         tree = {section: whole[section] for section in ("data", "split", "engine")}
@@ -175,10 +182,10 @@ def assemble(
         data = replace(data, test=annotated.subset(drafted.held_out))
     chosen = drafted.for_thresholds
     holders = [client for client, images in clients.items() if len(images)]
-    attack = Attack(settings.attack, holders, settings.run.seed)
+    attackers = Attackers(settings.attack, holders, settings.run.seed)
+    attackers.label(data.train, data.classes)  # refuses one that there is not
     if plan.gathered is None:
         data = as_clients_see(data, partition, settings)
-        data = replace(data, train=attack.poisoned(data.train, clients, data.classes))
     else:
         images = np.sort(np.concatenate(list(clients.values())))
         clients = dict(enumerate(gathered_rounds(images, plan.gathered, settings.run.seed)))
@@ -192,7 +199,7 @@ def assemble(
         clients=clients,
         device=device,
         mode=mode.exact() if backbone.mixes_images else mode,
-        attack=attack,
+        attackers=attackers,
         bound=bind(loaded, partition, drafted.held_out),
         for_thresholds=None if chosen is None else annotated.subset(chosen),
         shared=shared,

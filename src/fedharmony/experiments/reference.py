@@ -19,7 +19,7 @@ from typing import Annotated, Any, Literal, Union, get_args, get_origin, get_typ
 
 from annotated_types import Ge, Gt, Le, Lt, MinLen
 
-from fedharmony.config import FilePath, in_toml
+from fedharmony.config import FilePath, NameOf, in_toml
 from fedharmony.experiments.config_files import descriptions
 from fedharmony.experiments.settings import COMPONENTS, PLAIN, Settings
 from fedharmony.methods.base import methods
@@ -105,6 +105,9 @@ def kind_of(hint: Any) -> str:
             for mark in inner[1:]
             if type(mark) in SIGNS
         ]
+        for mark in inner[1:]:
+            if isinstance(mark, NameOf):
+                return ", ".join(map(in_toml, mark.names()))
         least = [", not empty" for mark in inner[1:] if isinstance(mark, MinLen)]
         return " ".join([kind_of(inner[0]), ", ".join(ends)]).strip() + "".join(least)
     if origin is Literal:

@@ -195,8 +195,9 @@ def _rounds(assembly: Assembly, folder: RunFolder, saved: Saved, observe: Observ
     def record(event: Event) -> None:
         if log is None:
             return
-        if event["event"] == "round" and assembly.attack.active:
-            event = {**event, "liars": assembly.attack.lying(event["round"], event["cohort"])}
+        if event["event"] == "round" and assembly.attackers.active:
+            attacking = assembly.attackers.attacking(event["round"], event["cohort"])
+            event = {**event, "malicious": attacking}
         log.append(event)
         track(event)
         observe(event)

@@ -19,6 +19,7 @@ from typing import Annotated, Any, Generic, Literal, Protocol, TypeAlias, TypeVa
 from annotated_types import Ge, Gt, Le, Lt
 from pydantic import AfterValidator
 
+from fedharmony.attacks import AttackSettings
 from fedharmony.config import (
     Checked,
     FilePath,
@@ -50,7 +51,6 @@ from fedharmony.reading import is_there
 from fedharmony.registry import load_plugins
 from fedharmony.server.federation import FederationSettings
 from fedharmony.terminal import plain
-from fedharmony.transport.attacks import AttackSettings
 
 logger = logging.getLogger(__name__)
 

@@ -183,11 +183,15 @@ def zeros(**shapes: tuple[int, ...]) -> Callable[[Group], Tensors]:
 
 @dataclass(frozen=True)
 class Outcome:
-    """What a stage leaves behind: the new state, the weights used, and numbers for the log."""
+    """What a stage leaves behind: the new state, the weights used, and numbers for the log.
+
+    ``left_out`` says which clients the rule of averaging left out, and why.
+    """
 
     state: Record
     weights: Mapping[int, float] = field(default_factory=dict)
     log: Mapping[str, float] = field(default_factory=dict)
+    left_out: Mapping[int, str] = field(default_factory=dict)
 
 
 #: Server before a stage: ``(state, round, clients) -> messages``, in client order.
@@ -450,12 +454,10 @@ class Method:
 
     def aggregate(self, state: Record, round: int, sent: Messages, replies: Replies) -> Outcome:
         """``θ ← Σ_k p_k θ_k`` with ``p_k = n_k / Σ_j n_j`` over the clients that replied."""
-        mean, weights = self.model_mean(state), {}
+        mean = self.model_mean(state)
         for reply in replies:
-            weights[reply.client] = self.weight(reply)
-            mean.add(reply.record, weights[reply.client])
-        total = sum(weights.values())
-        return Outcome(mean.update(state), {k: w / total for k, w in weights.items()})
+            mean.fold(reply, self.weight(reply))
+        return Outcome(mean.update(state), mean.weights, left_out=mean.left_out)
 
     # -- evaluation -------------------------------------------------------------------------------
 

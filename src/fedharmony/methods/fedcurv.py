@@ -250,6 +250,7 @@ class FedCurv(Method):
             outcome.state.replace({**seen, SUM_U: U, SUM_V: V, MEMBERS: members(rounds)}),
             outcome.weights,
             {**outcome.log, "pull_strength": self.config.weight * mean},
+            outcome.left_out,
         )
 
 

@@ -578,7 +578,7 @@ class FedHarmony(Method):
         model, heard = self.model_mean(state), []
         for reply in replies:
             if alpha == 1.0:
-                model.add(reply.record, self.weight(reply))
+                model.fold(reply, self.weight(reply))
                 kept = Record({CORRELATION: reply.record.get(CORRELATION)})
                 reply = Reply(reply.client, reply.examples, kept)
             heard.append(reply)
@@ -592,17 +592,19 @@ class FedHarmony(Method):
         weights = dict(zip([reply.client for reply in heard], omega.tolist(), strict=True))
         if alpha < 1.0:
             for reply in heard:
-                model.add(reply.record, weights[reply.client])
+                model.fold(reply, weights[reply.client])
         table = self.table(state)
         table.add(heard, round)
         state = model.update(state).replace(table.state_dict())
-        log = {"alpha": alpha, "effective_clients": effective_clients(omega)}
+        log = {"alpha": alpha}
+        if used := list(model.weights.values()):
+            log["effective_clients"] = effective_clients(torch.tensor(used, dtype=torch.float64))
         if taught:
             log["align_weight"] = self.align_weight(round)
         if compared := misfits.values[misfits.compared].tolist():
             log["discrepancy"] = sum(compared) / len(compared)
         state, agreement = self.keep_clusters(state, sent)
-        return Outcome(state, weights, {**log, **agreement})
+        return Outcome(state, model.weights, {**log, **agreement}, model.left_out)
 
     def keep_clusters(
         self, state: Record, sent: Messages, group: str = TEACHER

@@ -126,7 +126,7 @@ class FedNova(Method):
 
         Work is counted in units of the first client's, so that equal work is exactly 1.
         """
-        mean, shares = self.model_mean(state), dict[int, float]()
+        mean = self.model_mean(state)
         scaled = total = effort = unit = 0.0  # effort / total is τ_eff in units
         for reply in replies:
             steps = int(reply.record.scalars["steps"])
@@ -134,20 +134,20 @@ class FedNova(Method):
                 continue
             weight, work = self.weight(reply), self.work(steps)
             unit = unit or work
-            shares[reply.client] = weight * (unit / work)
-            mean.add(reply.record, shares[reply.client], buffers=weight)
-            scaled += shares[reply.client]
+            share = weight * (unit / work)
+            mean.fold(reply, share, buffers=weight)
+            scaled += share
             total += weight
             effort += weight * ((steps if self.config.mu > 0 else work) / unit)
-        if not shares:
-            return Outcome(state)
+        averaged = mean.update(state, exact=True)
+        if not mean.weights:  # nobody took a step, or too few for the rule of averaging
+            return Outcome(state, left_out=mean.left_out)
         inverse = scaled / total  # Σ p_k / ‖a_k‖₁, in 1/unit
         amplification = factor = (effort / total) * inverse
         if self.config.tau_eff == "ones":
             factor = inverse / unit
         elif self.config.max_amplification is not None:
             factor = min(factor, self.config.max_amplification)
-        averaged = mean.update(state, exact=True)
         before, after = state.get(PARAMS), averaged.get(PARAMS)
         moved = {n: (1 - factor) * t.double() + factor * after[n] for n, t in before.items()}
         groups: dict[str, Group] = {}
@@ -161,6 +161,7 @@ class FedNova(Method):
         groups[PARAMS] = {n: t.to(before[n].dtype) for n, t in moved.items()}
         return Outcome(
             averaged.replace(groups),
-            {k: share / scaled for k, share in shares.items()},
+            mean.weights,
             {"amplification": amplification, "server_step": factor},
+            mean.left_out,
         )

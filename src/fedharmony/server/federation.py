@@ -11,7 +11,7 @@ from __future__ import annotations
 import time
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import asdict, dataclass, field, replace
-from typing import Annotated, Any, Literal
+from typing import Annotated, Any, ClassVar, Literal
 
 import numpy as np
 import numpy.typing as npt
@@ -21,11 +21,11 @@ from pydantic import Field
 
 from fedharmony import fallbacks, stopping
 from fedharmony.aggregate import NUMBERS, numbers_of, pooled
-from fedharmony.config import Checked
+from fedharmony.config import Checked, NameOf
 from fedharmony.errors import ClientLimitError
 from fedharmony.methods.base import Method, Stage
 from fedharmony.privacy import BudgetSpentError, Exchanges, Noise
-from fedharmony.robust import Robust, Rule
+from fedharmony.robust import Robust, rules
 from fedharmony.server.sampling import Cohorts, drops_out
 from fedharmony.server.server_average import ServerAverage
 from fedharmony.transport.base import Transport, answers
@@ -77,15 +77,13 @@ class FederationSettings(Checked):
             models, ``s ← e s + (1 − e) θ`` with e = min(this, t/(t + 3)); clients go on from θ.
             "adaptive" finds e: up to 0.9 for a model that jitters, 0 for one that still travels.
             "last:K" is the plain mean of the last K models. 0 averages nothing.
-        robust: how models are averaged where clients may lie (``robust.py``): "none" is the mean;
-            "norm_bound", "median", "trimmed_mean", "geometric_median", "multi_krum",
-            "same_direction".
-        robust_bad: share of a cohort that may lie: what "trimmed_mean" cuts at either end, and
-            "multi_krum" leaves out.
-        robust_bound: "norm_bound", "same_direction": longest update, in medians of their lengths.
-        robust_cap: largest weight of a client, in medians of its cohort's weights; not for "none".
+        robust: how models are averaged where clients may be malicious (``fedharmony list rules``);
+            "none" is the mean.
+        robust_bad: share of a cohort that may be malicious, for rules that leave out as much.
+        robust_bound: longest update, in medians of their lengths, for rules that bound it; none
+            takes the rule's own.
         server_sees: what of a cohort reaches the server: its "replies", or nothing but their "sums"
-            (``transport/sums.py``); rules of averaging that bear lies need replies.
+            (``transport/sums.py``); robust rules need replies.
         sum_least: a sum over fewer clients is thrown away.
         central: one party trains, on all images with all their labels; a round sees as many images
             as the cohort would have trained on. For "fedavg" only.
@@ -102,19 +100,22 @@ class FederationSettings(Checked):
     head_scale: Annotated[float, Gt(0), Le(1e6)] | None = None
     head_clients: Annotated[int, Ge(1)] | Literal["all", "cohort"] = "all"
     server_average: AverageRule = 0.0
-    robust: Rule = "none"
+    robust: Annotated[str, NameOf(rules, ("none",))] = "none"
     robust_bad: Annotated[float, Ge(0), Lt(0.5)] = 0.3
-    robust_bound: Annotated[float, Gt(0)] = 2.0
-    robust_cap: Annotated[float, Ge(1)] = 3.0
+    robust_bound: Annotated[float, Gt(0)] | None = None
     server_sees: Literal["replies", "sums"] = "replies"
     sum_least: Annotated[int, Ge(2)] = 3
     central: bool = False
+
+    REMOVED: ClassVar[Mapping[str, str]] = {
+        "robust_cap": "under a robust rule no client weighs more than the median; leave it out"
+    }
 
     @property
     def averaging(self) -> Robust:
         """How models are averaged; one party that trains in one place is believed."""
         rule = "none" if self.central else self.robust
-        return Robust(rule, self.robust_bad, self.robust_bound, self.robust_cap)
+        return Robust(rule, self.robust_bad, self.robust_bound)
 
 
 @dataclass

@@ -23,7 +23,7 @@ import torch
 from torch import Tensor
 
 from fedharmony.engine.head_sums import gram_of
-from fedharmony.robust import median
+from fedharmony.robust.base import median
 from fedharmony.solve import solve_spd
 from fedharmony.types import Group
 
