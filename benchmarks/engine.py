@@ -135,7 +135,7 @@ class Run:
         events: list[dict[str, Any]] = []
         self.state = one.run(self.state, self.done, events.append, lambda t, s: None)
         synchronise(self.device)
-        assert not events[0]["failures"], events[0]["failures"][:1]
+        assert not events[0]["left_out"], events[0]["left_out"][:1]
         self.done += 1
         self.loss = events[0]["train_loss"]
         return self.images / (time.perf_counter() - began)

@@ -14,14 +14,13 @@ import json
 import statistics
 import time
 from pathlib import Path
-from typing import get_args
 
 import torch
 
 from fedharmony.models.base import InputSpec, Model, models
 from fedharmony.models.heads import LinearHead
-from fedharmony.robust import Robust, Rule
-from fedharmony.types import PARAMS, Layout, Packed, Record
+from fedharmony.robust import Robust, rules
+from fedharmony.types import PARAMS, Layout, Packed, Record, Reply
 
 
 def main() -> None:
@@ -46,7 +45,7 @@ def main() -> None:
     received, cohort = drawn(), [drawn() for _ in range(options.clients)]
     held = options.clients * layout.length * 4
     rows = []
-    for rule in get_args(Rule):
+    for rule in ("none", *rules.names()):
         times, peak = [], 0
         for _ in range(options.repeats + 1):  # the first warms up
             if device.type == "cuda":
@@ -56,7 +55,7 @@ def main() -> None:
             began = time.perf_counter()
             mean = Robust(rule).mean(received)
             for k, record in enumerate(cohort):
-                mean.add(record, 100.0 + k)
+                mean.fold(Reply(k, 100, record), 100.0 + k)
             mean.update(received)
             if device.type == "cuda":
                 torch.cuda.synchronize()

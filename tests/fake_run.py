@@ -230,10 +230,16 @@ def write_fake_run(
                 "round": index,
                 "cohort": members,
                 "reported": reported,
-                "dropped": dropped,
-                "failures": [
-                    {"client": k, "stage": "update", "round": index, "reason": "loss is not finite"}
-                    for k in failed
+                "left_out": [
+                    {
+                        "client": k,
+                        "name": "",
+                        "stage": "update",
+                        "round": index,
+                        "reason": "loss is not finite" if k in failed else "it was lost",
+                        "cause": "failed" if k in failed else "dropped",
+                    }
+                    for k in (*dropped, *failed)
                 ],
                 "examples": examples,
                 "images": examples,

@@ -93,6 +93,43 @@ def test_noise_has_the_strength_it_says():
     assert torch.equal(noise(), noise())
 
 
+@pytest.mark.parametrize(
+    ("kind", "name", "options"),
+    [
+        ("alie", "ALittleIsEnough", {"tau": 0.7}),
+        ("inner_product", "InnerProductManipulation", {"tau": 0.7}),
+        ("mimic", "Mimic", {"epsilon": 0}),
+    ],
+)
+def test_attacks_are_those_of_byzfl(kind: str, name: str, options: dict[str, float]):
+    """Four honest updates of three numbers are seen by one malicious client."""
+    pytest.importorskip("torchvision", exc_type=(ImportError, RuntimeError))
+    byzfl = pytest.importorskip("byzfl", exc_type=(ImportError, RuntimeError))
+    updates = torch.randn(4, 3, generator=torch.Generator().manual_seed(0))
+    received = Record({PARAMS: {"w": torch.ones(3)}})
+    honest = [Record({PARAMS: {"w": 1 + update}}) for update in updates]
+    scene = Scene({9: received}, {9: honest[0]}, {}, honest, 0.7, lambda k: torch.Generator())
+    found = attacks[kind]().replies(scene)[9].get(PARAMS)["w"] - 1
+    expected = getattr(byzfl, name)(**options)(updates)
+    torch.testing.assert_close(found, torch.as_tensor(expected))
+
+
+def test_an_honest_head_stands_on_a_false_backbone():
+    """θ = (1; ½), honest (2; 1), trained on false labels (0; 0): the head is the honest one."""
+
+    def sent(body: float, head: float) -> Record:
+        return Record({PARAMS: {"w": torch.tensor([body]), "head.w": torch.tensor([head])}})
+
+    scene = Scene(
+        {3: sent(1.0, 0.5)}, {3: sent(2.0, 1.0)}, {3: sent(0.0, 0.0)}, [], 0.5, torch.Generator
+    )
+    model = attacks["backbone"]().replies(scene)[3].get(PARAMS)
+    assert (model["w"].item(), model["head.w"].item()) == (0, 1)
+    # Honest update (1; ½), false one (−1; −½), of the same length: half of it is added.
+    model = attacks["blend"]().replies(scene)[3].get(PARAMS)
+    assert (model["w"].item(), model["head.w"].item()) == pytest.approx((1.5, 0.75))
+
+
 def test_lies_about_correlations():
     upper = torch.tensor([1.0, -0.25, 1.0])
     reply = Record({CORRELATION: {"upper": upper, "marginal": torch.ones(2)}})
@@ -100,6 +137,8 @@ def test_lies_about_correlations():
         _, liar = told(f"correlation_{kind}", reply)
         assert liar.record.get(CORRELATION)["upper"].tolist() == expected
         assert torch.equal(liar.record.get(CORRELATION)["marginal"], torch.ones(2))
+    _, liar = told("correlation_coordinated", reply)
+    assert liar.record.get(CORRELATION)["upper"].tolist() == [-1, 1, -1]
     honest, liar = told("correlation_random", reply)
     drawn = liar.record.get(CORRELATION)["upper"]
     assert torch.equal(honest.record.get(CORRELATION)["upper"], upper)
@@ -187,7 +226,7 @@ def test_a_run_names_its_liars_and_leaves_out_what_is_not_finite(tmp_path: Path)
     events = run(tmp_path, "not_a_number", *changes, "attack.rounds=[2, 2]")
     first, second = (event for event in events if event["event"] == "round")
     assert first["malicious"] == []
-    failed = [failure["client"] for failure in second["failures"]]
+    failed = [failure["client"] for failure in second["left_out"]]
     assert failed == second["malicious"] != []
     plain = run(tmp_path, "plain", "run.method=fedavg")
     assert all("malicious" not in event for event in plain)
@@ -204,7 +243,7 @@ def test_lies_pass_the_servers_checks_and_change_the_model(kind: str):
     toy.transport = attack(kind).over(toy.transport)
     assert isinstance(toy.transport, Attacked)
     state, events = toy.run()
-    assert not events[0]["failures"]
+    assert not events[0]["left_out"]
     assert not same_bits(Record({PARAMS: state.get(PARAMS)}), Record({PARAMS: plain.get(PARAMS)}))
 
 

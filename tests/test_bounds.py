@@ -230,7 +230,7 @@ def test_files_that_no_run_has_written(
         {"event": "round", "round": 10**12},
         {"event": "round", "round": 1, "cohort": 5},
         {"event": "round", "round": 1, "weights": {"a": 1}},
-        {"event": "round", "round": 1, "failures": [3]},
+        {"event": "round", "round": 1, "left_out": [3]},
         {"event": "round", "round": 1, "log": 3},
         {"event": "evaluate", "round": 1, "metrics": [1]},
         {"event": "start", "classes": 5},

@@ -89,7 +89,7 @@ def test_running_statistics_are_averaged_by_size() -> None:
     """
     toy = brightness()
     state, events = toy.run()
-    assert not events[0]["failures"]
+    assert not events[0]["left_out"]
     found = state.get(BUFFERS)
     torch.testing.assert_close(found["norm.mean"], torch.full((3,), 500 / 7))
     torch.testing.assert_close(found["norm.var"], torch.full((3,), 2.25 / 7))
@@ -260,7 +260,7 @@ def test_every_method_trains_a_timm_backbone_with_its_running_statistics(name: s
     assembly = assemble(load_settings("demo", [*changes, *quick, f"run.method={name}"]))
     start, events = assembly.initial_state(), list[dict[str, Any]]()
     state = assembly.federation(ClientMemory()).run(start, 0, events.append, lambda r, s: None)
-    assert not events[0]["failures"]
+    assert not events[0]["left_out"]
     moved = [n for n, t in state.get(PARAMS).items() if not torch.equal(t, start.get(PARAMS)[n])]
     assert any(n.startswith(PREFIX) for n in moved)
     before, after = start.get(BUFFERS), state.get(BUFFERS)

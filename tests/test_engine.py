@@ -616,8 +616,8 @@ def test_bad_replies_are_named_and_left_out(how: str, reason: str) -> None:
     _, events = toy.run()
     for event in events:
         assert event["reported"] == [0, 2, 4]
-        assert [f["client"] for f in event["failures"]] == [1, 3]
-        assert all(reason in f["reason"] and f["stage"] == "update" for f in event["failures"])
+        assert [f["client"] for f in event["left_out"]] == [1, 3]
+        assert all(reason in f["reason"] and f["stage"] == "update" for f in event["left_out"])
         assert event["weights"].keys() == {"0", "2", "4"}
         assert sum(event["weights"].values()) == pytest.approx(1.0)
 
@@ -658,7 +658,7 @@ def test_a_client_that_raises_is_found_in_its_stack(caplog: pytest.LogCaptureFix
     assert caplog.text.count("A stack of 5 clients failed in update of round") == 2
     assert caplog.text.count("Traceback") == 1
     assert "OSError: image 22 cannot be read" in caplog.text
-    (failure,) = events[0]["failures"]
+    (failure,) = events[0]["left_out"]
     assert (failure["client"], failure["stage"], failure["round"]) == (1, "update", 0)
     assert failure["reason"].startswith("OSError: image 22 cannot be read (test_engine.py:")
 
@@ -667,7 +667,7 @@ def test_failures_name_the_client() -> None:
     toy = Toy(rounds=1, names=("ann", "bob", "cy", "dan", "eve"))
     toy.transport = Unreliable(toy.transport, {1: "nan"})
     _, events = toy.run()
-    assert [(f["client"], f["name"]) for f in events[0]["failures"]] == [(1, "bob")]
+    assert [(f["client"], f["name"]) for f in events[0]["left_out"]] == [(1, "bob")]
     toy.transport = Unreliable(toy.transport, dict.fromkeys(range(3), "nan"))
     with pytest.raises(ClientLimitError, match=r"client 0 \(ann\) left out of update, round 1: "):
         toy.run()
@@ -692,10 +692,10 @@ def test_too_many_failures_stop_the_run() -> None:
 def test_drop_outs_are_not_failures() -> None:
     toy = Toy(rounds=6, federation=FederationSettings(drop_rate=0.5))
     _, events = toy.run()
-    dropped = [set(e["dropped"]) for e in events]
+    dropped = [{entry["client"] for entry in e["left_out"]} for e in events]
     assert any(dropped)
     for event, lost in zip(events, dropped, strict=True):
-        assert not event["failures"]
+        assert all(entry["cause"] == "dropped" for entry in event["left_out"])
         assert set(event["reported"]) == set(event["cohort"]) - lost
         assert event["bytes_down"] > event["bytes_up"] or not lost
 
@@ -924,7 +924,7 @@ def test_a_reply_that_cannot_be_true_is_left_out_and_named(lie: str) -> None:
     toy = Toy(name, rounds=1)
     toy.transport = Altered(toy.transport, change)
     state, events = toy.run()
-    assert any(reason in f["reason"] for f in events[0]["failures"])
+    assert any(reason in f["reason"] for f in events[0]["left_out"])
     if lie != "twice":
         assert 1 not in events[0]["reported"] or name == "fedrdn"
     assert all(t.isfinite().all() for _, t in state.tensors() if t.is_floating_point())

@@ -670,14 +670,14 @@ def test_one_label() -> None:
     assert states(method(of(1)), batch, torch.full((2, 1), 5.0)) == [[0], [0]]
     data = toy_data(8, classes=1)
     state, events = Toy("fedlgt", sizes=(5, 3), rounds=1, data=data).run()
-    assert not events[0]["failures"]
+    assert not events[0]["left_out"]
     assert all(torch.isfinite(t).all() for t in state.get(PARAMS).values())
 
 
 def test_more_labels_than_the_width_has_room_for() -> None:
     data = toy_data(8, classes=SMALL["fedlgt"]["embedding"] - 1)
     _, events = Toy("fedlgt", sizes=(5, 3), rounds=1, epochs=1, data=data).run()
-    assert not events[0]["failures"]
+    assert not events[0]["left_out"]
 
 
 def test_a_text_file_that_changed_stops_a_resumed_run(tmp_path: Path) -> None:

@@ -405,7 +405,7 @@ def test_drop_outs_are_not_listed() -> None:
     """Who was lost before the first round is not asked again; training goes on without them."""
     settings = FederationSettings(drop_rate=0.5)
     state, events = Toy("fedrdn", sizes=(9,) * 6 + (6,), federation=settings).run()
-    lost = events[0]["dropped"]
+    lost = [entry["client"] for entry in events[0]["left_out"]]
     assert 0 < len(lost) < 7
     there = [k for k in range(7) if k not in lost]
     assert state.get(TABLE)["client"].tolist() == there
@@ -436,7 +436,7 @@ def test_nobody_answers() -> None:
     assert not state.get(TABLE)
     assert toy.method.evaluation(state) == {}
     assert [e["bytes_down"] for e in events] == [5 * MODEL] * 3
-    assert [len(e["failures"]) for e in events] == [5, 0, 0]
+    assert [len(e["left_out"]) for e in events] == [5, 0, 0]
     assert same_bits(state, Toy("fedavg").run()[0])
 
 

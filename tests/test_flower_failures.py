@@ -116,9 +116,9 @@ def test_a_killed_node_ends_a_round_within_90_seconds_and_is_used_again(tmp_path
         there.end("node-ada", signal.SIGKILL)
         began = time.monotonic()
         lost = wait_for(lambda: [e for e in rounds(folder) if 0 not in e["reported"]])[0]
-        print(f"the round ended after {time.monotonic() - began:.0f} s: {lost['failures']}")
+        print(f"the round ended after {time.monotonic() - began:.0f} s: {lost['left_out']}")
         assert time.monotonic() - began < 90
-        assert lost["failures"][0]["reason"].startswith("site ada: Flower says")
+        assert lost["left_out"][0]["reason"].startswith("site ada: Flower says")
         os.kill(worker.pid, signal.SIGCONT)
         there.start_node("ada")
         wait_for(lambda: [e for e in rounds(folder)[lost["round"] :] if 0 in e["reported"]])
@@ -138,7 +138,7 @@ def test_a_stall_is_named_and_the_run_goes_on(tmp_path: Path) -> None:
         time.sleep(25)
         os.kill(worker.pid, signal.SIGCONT)
         stalled = [event for event in rounds(folder) if 2 not in event["reported"]]
-        reasons = [event["failures"][0]["reason"] for event in stalled]
+        reasons = [event["left_out"][0]["reason"] for event in stalled]
         print(len(stalled), "rounds went on:", sorted(set(reasons)))
         assert reasons[0] == "site cy: no answer within 8 seconds"
         assert reasons[1] == "site cy: it still works on an earlier message"
@@ -156,7 +156,7 @@ def test_every_way_to_fail_is_named_and_the_run_goes_on(tmp_path: Path) -> None:
         folder = RunFolder(tmp_path / "run")
         ordered = order(there, folder.path, "federation.cohort=3", "run.rounds=500")
         wait_for(lambda: len(rounds(folder)) > 6)
-        found = [e["failures"] for e in rounds(folder)[1:6]]
+        found = [e["left_out"] for e in rounds(folder)[1:6]]
         expected = ("not finite", "has shape", "the disk is full", "ended while", "does not answer")
         for (failure,), words in zip(found, expected, strict=True):
             print(failure)

@@ -151,9 +151,9 @@ def test_a_hostile_reply_costs_its_site_alone(sees: Any) -> None:
         assert growth(lambda toy=toy, found=found: found.append(toy.run())) < MOST, name
         ((state, (event,)),) = found
         failed = [] if name in possible else [1]
-        assert [f["client"] for f in event["failures"]] == failed, name
+        assert [f["client"] for f in event["left_out"]] == failed, name
         assert event["reported"] == [k for k in range(5) if k not in failed], name
-        assert all(len(f["reason"]) <= 1000 for f in event["failures"]), name
+        assert all(len(f["reason"]) <= 1000 for f in event["left_out"]), name
         assert all(t.isfinite().all() for _, t in state.tensors()), name
 
 

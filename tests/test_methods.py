@@ -107,7 +107,7 @@ def test_resumes_to_the_bit_from_any_round(name: str, tmp_path: Path) -> None:
 def test_survives_half_of_the_clients_dropping_out(name: str) -> None:
     settings = FederationSettings(drop_rate=0.5)
     state, events = Toy(name, rounds=6, federation=settings).run()
-    assert 0 < sum(len(e["dropped"]) for e in events) < 30
+    assert 0 < sum(len(e["left_out"]) for e in events) < 30
     assert all(torch.isfinite(t).all() for _, t in state.tensors() if t.is_floating_point())
 
 
@@ -127,7 +127,7 @@ def test_odd_labels(name: str, case: str) -> None:
     else:
         labels = labels[:, :1]
     state, events = Toy(name, data=with_labels(labels)).run()
-    assert all(not e["failures"] for e in events)
+    assert all(not e["left_out"] for e in events)
     assert all(torch.isfinite(t).all() for _, t in state.tensors() if t.is_floating_point())
 
 

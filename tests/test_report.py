@@ -336,12 +336,13 @@ def test_clients_in_one_row_show_the_largest_weight(
     seen: list[np.ndarray] = []
     draw = svg.sequential
     monkeypatch.setattr(svg, "sequential", lambda v, *a, **k: seen.append(v) or draw(v, *a, **k))
-    event = {"round": 0, "weights": {"0": 0.7, "1": 0.3, "9": 0.1}, "dropped": [2]}
+    event = {"round": 0, "weights": {"0": 0.7, "1": 0.3, "9": 0.1}, "left_out": [{"client": 2}]}
     run = RunView(tmp_path, rounds=(event,), matrices={"client_sizes": np.ones(800)})
     picture = weights_map("", run, 0.7)
     assert seen[0][0].tolist() == [0.7]
     assert picture.note == (
-        "Blank: not in the cohort; full colour: weight 0.70. Orange: dropped out or failed."
+        "Blank: not in the cohort; full colour: weight 0.70. Orange: dropped out, "
+        "failed, or left out by the rule."
     )
 
 
@@ -1080,7 +1081,7 @@ def test_clients_with_names_are_called_by_them(tmp_path: Path) -> None:
     folder, called = write_fake_run(tmp_path / "run", clients=40), [f"site {k}" for k in range(40)]
     log = folder / "events.jsonl"
     events = [json.loads(line) for line in log.read_text().splitlines()]
-    failure = next(f for e in events for f in e.get("failures", ()))
+    failure = next(f for e in events for f in e.get("left_out", ()) if f["cause"] == "failed")
     failure["name"] = called[failure["client"]]
     events[0]["client_names"] = called
     log.write_text("".join(json.dumps(event) + "\n" for event in events))

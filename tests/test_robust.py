@@ -308,6 +308,31 @@ def test_two_liars_of_seven_cannot_carry_the_model_away(rule: str):
     assert np.linalg.norm(np.subtract(averaged(rule, honest + liars, [1] * 7), 1)) < 2
 
 
+def byzfl() -> Any:
+    """The reference; it imports torchvision, which not every torch can."""
+    pytest.importorskip("torchvision", exc_type=(ImportError, RuntimeError))
+    return pytest.importorskip("byzfl", exc_type=(ImportError, RuntimeError))
+
+
+@pytest.mark.parametrize(("rule", "name"), [("median", "Median"), ("trimmed_mean", "TrMean")])
+@pytest.mark.parametrize("seed", range(3))
+def test_rules_are_those_of_byzfl(rule: str, name: str, seed: int):
+    """Ten clients of equal weight, three of them malicious. Its Krum counts one neighbour more."""
+    values = draws(10, 7, seed)[0]
+    reference = getattr(byzfl(), name)
+    expected = reference()(values) if rule == "median" else reference(3)(values)
+    found = averaged(rule, [model(*row) for row in values.tolist()], [1.0] * 10, bad=0.3)
+    np.testing.assert_allclose(found, expected, atol=1e-6)
+
+
+@pytest.mark.parametrize("seed", range(3))
+def test_mixing_is_that_of_byzfl(seed: int):
+    values = draws(10, 7, seed)[0]
+    expected = byzfl().TrMean(3)(byzfl().NNM(3)(values))
+    found = averaged("mixed_trimmed_mean", [model(*row) for row in values.tolist()], [1.0] * 10)
+    np.testing.assert_allclose(found, expected, atol=1e-6)
+
+
 # -- identities -----------------------------------------------------------------------------------
 
 
@@ -339,7 +364,7 @@ def test_every_method_trains_with_every_rule(name: str, rule: str):
     """Sizes of 20 to 1; Krum's f is what five clients allow."""
     options = FederationSettings(robust=rule, robust_bad=0.2, robust_bound=0.5)  # type: ignore[arg-type]
     state, events = Toy(name, rounds=1, epochs=1, federation=options).run()
-    assert not events[0]["failures"]
+    assert all(entry["cause"] == "rule" for entry in events[0]["left_out"])
     plain = Toy(name, rounds=1, epochs=1).run()[0]
     assert all(bool(t.isfinite().all()) for t in state.get(PARAMS).values())
     pairs = [(state.get(PARAMS)[n], t) for n, t in plain.get(PARAMS).items()]
@@ -372,6 +397,31 @@ def test_the_norm_bound_resumes_to_the_bit():
     toy.loop().run(states[1], 2, lambda e: None, lambda t, state: later.append(state))
     assert same_bits(later[-1], states[-1])
     assert len(states[-1].get(ROBUST)["lengths"]) == 4 * len(toy.sizes)
+
+
+def test_the_event_has_the_weights_that_were_used_and_who_was_left_out():
+    """Two of seven clients send the opposite update: nothing of them is in the mean."""
+    options = FederationSettings(robust="agreement", average="uniform")
+    toy = Toy(sizes=(9,) * 7, rounds=1, federation=options)
+    toy.transport = Attackers(AttackSettings("sign_flip", 0.3), range(7), 0).over(toy.transport)
+    malicious = {str(k) for k in toy.transport._attackers.malicious}
+    (event,) = toy.run()[1]
+    assert {str(entry["client"]) for entry in event["left_out"]} == malicious
+    assert all(entry["cause"] == "rule" for entry in event["left_out"])
+    assert "disagrees with most" in event["left_out"][0]["reason"]
+    expected = {str(k): 0.0 if str(k) in malicious else 1 / 5 for k in range(7)}
+    assert event["weights"] == pytest.approx(expected)
+
+
+def test_a_round_that_is_too_small_for_the_rule_keeps_the_model():
+    """Of seven clients two answer: nobody can say which is honest."""
+    options = FederationSettings(robust="median")
+    toy = Toy(sizes=(9,) * 7, rounds=1, cohort=2, federation=options)
+    state, (event,) = toy.run()
+    assert same_bits(state, toy.initial())
+    assert [entry["client"] for entry in event["left_out"]] == event["cohort"]
+    assert "median needs 3 clients, and the round has 2" in event["left_out"][0]["reason"]
+    assert event["weights"] == {}
 
 
 # -- refused before round 0 -----------------------------------------------------------------------

@@ -146,7 +146,7 @@ def test_a_share_that_cannot_be_true_costs_its_site_alone(
     server.start(settings, folder, nobody, post, TERMS)
     events = rounds_of(folder)
     assert [event["reported"] for event in events] == [[0, 1, 2], [0, 2], [0, 1, 2]]
-    (failure,) = events[1]["failures"]
+    (failure,) = events[1]["left_out"]
     assert (failure["client"], failure["name"]) == (1, "ben")
     assert reason in failure["reason"]
 
@@ -412,7 +412,7 @@ def test_a_site_that_fails_is_named_and_left_out(
     server.start(settings, folder, nobody, post, TERMS)
     rounds = [e for e in folder.read_events() if e["event"] == "round"]
     assert [e["reported"] for e in rounds] == [[0, 1, 2], [1, 2], [0, 1, 2]]
-    assert reason in rounds[1]["failures"][0]["reason"]
+    assert reason in rounds[1]["left_out"][0]["reason"]
 
 
 def test_fallbacks_of_a_site_reach_the_event(home: Any, tmp_path: Path) -> None:
@@ -443,7 +443,7 @@ def test_a_silent_site_is_given_up_and_not_asked_while_it_owes(home: Any, tmp_pa
     ada = post.sites[1000][1]
     terms = Terms(sites=3, wait_s=5.0, limit_s=1.5)
     server.start(settings_of(home, "federation.cohort=3"), folder, nobody, post, terms)
-    reasons = [e["failures"][0]["reason"] for e in folder.read_events() if e["event"] == "round"]
+    reasons = [e["left_out"][0]["reason"] for e in folder.read_events() if e["event"] == "round"]
     assert reasons[0] == "site ada: no answer within 1.5 seconds"
     assert reasons[1] == "site ada: it still works on an earlier message"
 
@@ -527,7 +527,7 @@ def test_a_site_that_is_away_is_no_failure_and_comes_back(
     server.start(settings, folder, observe, post, TERMS)
     later = [[0, 1, 2], [0, 1, 2]] if node == 1000 else [[1, 2], [0, 1, 2]]
     assert [e["reported"] for e in rounds_of(folder)] == [[0, 1, 2], [1, 2], *later]
-    assert [e["failures"] for e in rounds_of(folder)] == [[]] * 4
+    assert [e["left_out"] for e in rounds_of(folder)] == [[]] * 4
 
 
 def test_a_late_site_joins_with_the_next_number(home: Any, tmp_path: Path) -> None:

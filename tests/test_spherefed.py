@@ -448,7 +448,7 @@ def test_drop_outs_are_left_out_of_the_calibration() -> None:
     sizes = (9,) * 6 + (6,)
     toy = Toy("spherefed", sizes=sizes, rounds=2, federation=settings, dtype=torch.float64)
     state, events = toy.run()
-    lost = events[-1]["dropped"]
+    lost = [entry["client"] for entry in events[-1]["left_out"]]
     assert 2 <= len(lost) <= 5
     clients = toy.trainer.data.clients.items()
     there = [i for k, own in clients if k not in lost for i in own]

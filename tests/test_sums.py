@@ -373,9 +373,9 @@ def test_a_share_that_cannot_be_added_is_left_out(how: str, client: int) -> None
     own = toy("fedharmony", federation=SUMS, cohort=6, rounds=3, names=tuple("abcdef"))
     own.transport = Faulty(own.transport, client, 1, how)
     state, events = own.run()
-    assert [(f["client"], f["name"]) for f in events[1]["failures"]] == [(client, "abcdef"[client])]
+    assert [(f["client"], f["name"]) for f in events[1]["left_out"]] == [(client, "abcdef"[client])]
     assert events[1]["reported"] == [k for k in range(6) if k != client]
-    assert [event["failures"] for event in (events[0], events[2])] == [[], []]
+    assert [event["left_out"] for event in (events[0], events[2])] == [[], []]
     assert all(t.isfinite().all() for _, t in state.tensors() if t.is_floating_point())
     assert (state.get(FOLDED)["weight"] >= 0).all()
 
@@ -386,7 +386,7 @@ def test_equal_weights_are_one_and_no_more() -> None:
     own = toy("fedavg", federation=settings, cohort=6, rounds=1)
     own.transport = Faulty(own.transport, 3, 0, "ten times the weight")
     _, (event,) = own.run()
-    assert "outside of [1, 1]" in event["failures"][0]["reason"]
+    assert "outside of [1, 1]" in event["left_out"][0]["reason"]
     assert event["reported"] == [0, 1, 2, 4, 5]
 
 
@@ -396,7 +396,7 @@ def test_what_honest_clients_share_is_within_its_bounds(operator: str) -> None:
     config = {**HARMONY, "consensus": operator}
     for settings in (SUMS, replace(SUMS, average="uniform", head_start="closed_form")):
         _, events = toy("fedharmony", config, federation=settings, rounds=5).run()
-        assert [event["failures"] for event in events] == [[]] * 5
+        assert [event["left_out"] for event in events] == [[]] * 5
 
 
 def test_a_sum_that_cannot_be_used_names_all_who_are_in_it() -> None:
@@ -411,8 +411,8 @@ def test_a_sum_that_cannot_be_used_names_all_who_are_in_it() -> None:
     own = toy("fedavg", federation=few, cohort=6, rounds=1, names=tuple("abcdef"))
     own.transport = Spoilt(own.transport)
     state, (event,) = own.run()
-    assert sorted(f["name"] for f in event["failures"]) == list("abcdef")
-    assert "not finite" in event["failures"][0]["reason"]
+    assert sorted(f["name"] for f in event["left_out"]) == list("abcdef")
+    assert "not finite" in event["left_out"][0]["reason"]
     assert same_bits(Record({PARAMS: state.get(PARAMS)}), Record({PARAMS: own.parameters()[0]}))
 
 
@@ -422,8 +422,8 @@ def test_a_sum_over_too_few_is_thrown_away() -> None:
     state, (event,) = own.run()
     assert same_bits(Record({PARAMS: state.get(PARAMS)}), Record({PARAMS: own.parameters()[0]}))
     assert event["reported"] == []
-    assert [f["client"] for f in event["failures"]] == event["cohort"]
-    assert "its sum has 4 shares, federation.sum_least is 5" in event["failures"][0]["reason"]
+    assert [f["client"] for f in event["left_out"]] == event["cohort"]
+    assert "its sum has 4 shares, federation.sum_least is 5" in event["left_out"][0]["reason"]
     enough = toy("fedavg", federation=replace(SUMS, sum_least=4), rounds=1)
     assert len(enough.run()[1][0]["reported"]) == 4
 

@@ -274,7 +274,7 @@ def test_a_client_that_diverges_is_left_out_by_name(
     spoil(monkeypatch, toy, client=1)
     _, events = toy.run()
     assert events[0]["reported"] == [0, 2]
-    (failure,) = events[0]["failures"]
+    (failure,) = events[0]["left_out"]
     assert failure["client"] == 1
     assert "holds a value that is not finite" in failure["reason"]
 
@@ -302,7 +302,7 @@ def test_a_pass_that_diverges_is_left_out_by_name(
     spoil_pass(monkeypatch, toy)
     _, events = toy.run()
     assert events[0]["reported"] == [0, 1]
-    assert "correlation/upper holds a value" in events[0]["failures"][0]["reason"]
+    assert "correlation/upper holds a value" in events[0]["left_out"][0]["reason"]
 
 
 # -- the fast path fails ---------------------------------------------------------------------------
@@ -328,7 +328,7 @@ def test_a_client_that_only_the_fast_path_spoils_is_trained_again(
         _, events = toy.run()
     assert events[0]["fallbacks"] == {"plain": 1}
     assert events[0]["reported"] == [0, 1, 2]
-    assert not events[0]["failures"]
+    assert not events[0]["left_out"]
     assert "Client 1, round 1: values that are not finite came from the fast path" in caplog.text
     stage = toy.method.stages(0)[-1]
     sent = {1: stage.broadcast(state, 0, [1])[1]}
@@ -379,7 +379,7 @@ def test_a_client_that_both_paths_spoil_is_lost_and_remembers_nothing(
     toy = Toy("fedcurv", sizes=(5, 5, 4), rounds=1, mode=mode, federation=half)
     spoil(monkeypatch, toy, client=2)
     _, events = toy.run()
-    assert [f["client"] for f in events[0]["failures"]] == [2]
+    assert [f["client"] for f in events[0]["left_out"]] == [2]
     assert events[0]["fallbacks"] == {}
     kept = [bool(toy.trainer.data.memory.read(k, before=1)) for k in range(3)]
     assert kept == [True, True, False]
@@ -406,7 +406,7 @@ def test_out_of_memory_halves_the_stack(caplog: pytest.LogCaptureFixture) -> Non
         _, events = toy.run()
     assert list(map(len, tried)) == [5, 3, 2, 1, 2]
     assert events[0]["reported"] == [0, 1, 2, 3, 4]
-    assert not events[0]["failures"]
+    assert not events[0]["left_out"]
     assert "do not fit" in caplog.text
     assert events[0]["fallbacks"] == {"memory": 2}
 
@@ -935,7 +935,7 @@ def test_an_optimiser_that_cannot_be_compiled_runs_as_it_is(
     mode = ComputeMode(compile=True, backend=broken)  # type: ignore[arg-type]
     with caplog.at_level(logging.WARNING, "fedharmony"):
         other, events = Toy(dtype=torch.float64, rounds=1, mode=mode).run()
-    assert not events[0]["failures"]
+    assert not events[0]["left_out"]
     assert "Compiling failed" in caplog.text
     assert caplog.text.count("Traceback") == 1  # once per cause
     assert events[0]["fallbacks"] == {"compile": caplog.text.count("Compiling failed")}
@@ -1024,7 +1024,7 @@ def test_recorded_steps_on_a_gpu_train_like_a_cpu(name: str) -> None:
     options: dict[str, Any] = {"sizes": SIZES, "dtype": torch.float64, "rounds": 3}
     here, _ = Toy(name, **options).run()
     there, events = Toy(name, **options, device="cuda", mode=ComputeMode(graphs=True)).run()
-    assert not any(event["failures"] for event in events)
+    assert not any(event["left_out"] for event in events)
     models = [Record({PARAMS: state.get(PARAMS)}) for state in (here, there)]
     assert largest_difference(*models) < 1e-6
 

@@ -121,7 +121,7 @@ def test_central_sees_as_many_images_as_the_cohorts(changes: list[str], tmp_path
     rounds = [e for e in events if e["event"] == "round"]
     federated, central = rounds[: demo.run.rounds], rounds[demo.run.rounds :]
     assert [e["images"] for e in central] == [e["images"] for e in federated]
-    assert all(not e["dropped"] for e in central)
+    assert all(not e["left_out"] for e in central)
     assembly = assemble(run.settings)
     seen = np.bincount(np.concatenate(list(assembly.clients.values())), minlength=120)
     assert seen.max() - seen.min() <= 1

@@ -34,7 +34,7 @@ def round_event(round: int, **values: Any) -> str:
         "round": round,
         "reason": "site <i>ben</i>: disk full",
     }
-    words = {"cohort": [0, 1], "reported": [0], "failures": [failed], "seconds": 2.0}
+    words = {"cohort": [0, 1], "reported": [0], "left_out": [failed], "seconds": 2.0}
     sizes = {"bytes_up": 1_000_000, "bytes_down": 500_000, "train_loss": 0.5 / (round + 1)}
     return event("round", round=round, **words, **sizes, **values)
 

@@ -28,13 +28,7 @@ if TYPE_CHECKING:
 
 
 #: What ``fedharmony list`` can list.
-Kind = StrEnum(
-    "Kind",
-    [
-        *("methods", "datasets", "splitters", "models", "rules", "attacks"),
-        *("trackers", "configs", "settings"),
-    ],
-)
+Kind = StrEnum("Kind", "methods datasets splitters models rules attacks trackers configs settings")
 
 
 def show(

@@ -228,9 +228,11 @@ class Reply:
 
 @dataclass(frozen=True)
 class Failure:
-    """A client that did not answer usefully: who, in which stage and round, and why.
+    """A client that was left out of a stage: who, in which stage and round, and why.
 
-    ``name`` is what the client is called, where clients have names.
+    ``name`` is what the client is called, where clients have names. ``cause`` is "failed" (no
+    usable answer), "dropped" (lost after it received its message) or "rule" (its answer was left
+    out by the rule of averaging).
     """
 
     client: int
@@ -238,6 +240,7 @@ class Failure:
     round: int
     reason: str
     name: str = ""
+    cause: str = "failed"
 
     def __str__(self) -> str:
         who = f"client {self.client}" + (f" ({self.name})" if self.name else "")

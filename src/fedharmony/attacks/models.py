@@ -163,7 +163,7 @@ class Coordinated(Attack):
 
 @attacks.register("alie")
 class ALittleIsEnough(Coordinated):
-    """Mean of honest updates, less s standard deviations of each number (all see the mean)."""
+    """Mean of honest updates, and s standard deviations of each number (they see all updates)."""
 
     strength = 1.5
 
@@ -175,12 +175,12 @@ class ALittleIsEnough(Coordinated):
             name: torch.stack([u[name] for u in updates]).std(0, correction=several)
             for name in centre
         }
-        return {name: u - strength * spread[name] for name, u in centre.items()}
+        return {name: u + strength * spread[name] for name, u in centre.items()}
 
 
 @attacks.register("inner_product")
 class InnerProduct(Coordinated):
-    """−s times the mean of honest updates (all see the mean)."""
+    """−s times the mean of honest updates (they see all updates)."""
 
     strength = 0.5
 

@@ -259,7 +259,7 @@ def summarise(
         "n_classes_never_predicted": found.n_classes_never_predicted,
         "seconds": sum(e["seconds"] for e in rounds),
         "padding": _padding(rounds),
-        "clients_lost": sum(len(e["failures"]) for e in rounds),
+        "clients_lost": sum(f["cause"] == "failed" for e in rounds for f in e["left_out"]),
         "fallbacks": dict(sum((Counter(e.get("fallbacks")) for e in rounds), Counter[str]())),
         "bytes_up": sum(e["bytes_up"] for e in rounds),
         "bytes_down": sum(e["bytes_down"] for e in rounds),

@@ -44,6 +44,7 @@ from fedharmony.reading import (
 from fedharmony.report.shapes import (
     COMPARISON,
     RESULTS,
+    left_out,
     refuse_misshapen,
     refuse_odd_matrices,
     well_shaped,
@@ -155,7 +156,7 @@ class RunView:
     @property
     def clients_lost(self) -> int:
         """How often a client failed and was left out of a round for good."""
-        return sum(len(event.get("failures") or ()) for event in self.rounds)
+        return sum(len(left_out(event, "failed")) for event in self.rounds)
 
     @property
     def fallbacks(self) -> dict[str, dict[int, int]]:

@@ -25,6 +25,7 @@ from fedharmony.report import words
 from fedharmony.report.charts import Picture, Row, dots
 from fedharmony.report.load import Runs, RunView, load
 from fedharmony.report.panel import count, sections, styles
+from fedharmony.report.shapes import left_out
 from fedharmony.report.tables import table_of
 
 _MOST_FAILURES = 40
@@ -141,27 +142,31 @@ def _glance(runs: Runs) -> list[Picture]:
 
 
 def _failures(runs: Runs) -> dict[str, Any]:
-    """Who did not answer: a sentence, and the failures by name."""
-    rows, dropped, invited = [], 0, 0
+    """Who was left out: a sentence, and by name who did not drop out."""
+    rows, invited = [], 0
+    counts = dict.fromkeys(("dropped", "failed", "rule"), 0)
     for name, group in runs.groups.items():
         for run in group:
             who = "" if runs.alone else f"{name}, seed {run.seed}"
             for event in run.rounds:
-                dropped += len(event.get("dropped") or ())
                 invited += len(event.get("cohort") or ())
-                for failure in event.get("failures") or ():
+                for cause in counts:
+                    counts[cause] += len(left_out(event, cause))
+                for failure in (*left_out(event, "failed"), *left_out(event, "rule")):
                     client = failure.get("name") or failure.get("client", "")
                     where = (who, event["round"] + 1, client, failure.get("stage", ""))
                     rows.append((*where, failure.get("reason", "")))
     summary = "No client dropped out or failed."
-    if lost := dropped + len(rows):
+    if lost := counts["dropped"] + counts["failed"]:
         share = f" ({words.percent(lost / invited)} of {invited:,} invitations)" if invited else ""
         summary = (
-            f"{count(dropped, 'drop-out')} and {count(len(rows), 'failure')}{share}. "
-            "A round goes on with the clients that answered."
+            f"{count(counts['dropped'], 'drop-out')} and {count(counts['failed'], 'failure')}"
+            f"{share}. A round goes on with the clients that answered."
         )
-    left_out = max(0, len(rows) - _MOST_FAILURES)
-    return {"summary": summary, "rows": rows[:_MOST_FAILURES], "left_out": left_out}
+    if counts["rule"]:
+        summary += f" The rule of averaging left out {count(counts['rule'], 'answer')}."
+    more = max(0, len(rows) - _MOST_FAILURES)
+    return {"summary": summary, "rows": rows[:_MOST_FAILURES], "left_out": more}
 
 
 def _value(value: Any) -> str:

@@ -22,6 +22,7 @@ from rich.progress import BarColumn, MofNCompleteColumn, TextColumn
 from rich.progress import Progress as Bars
 from rich.text import Text
 
+from fedharmony.report.shapes import left_out
 from fedharmony.terminal import console as plain_console
 
 Observer: TypeAlias = Callable[[Mapping[str, Any]], None]
@@ -74,8 +75,8 @@ class _State:
         self.seconds += float(event.get("seconds") or 0.0)
         if event["event"] == "round":
             self.round, self.done = event, number
-            failed = len(event.get("failures") or ())
-            self.lost += failed + len(event.get("dropped") or ())
+            failed = len(left_out(event, "failed"))
+            self.lost += failed + len(left_out(event, "dropped"))
             self.failed += failed
             return
         self.metrics, self.measured = event.get("metrics") or {}, number
@@ -104,12 +105,9 @@ class _State:
         """The last round in one line."""
         event = self.round
         loss, rate = event.get("train_loss"), event.get("images_per_second")
-        counts = {k: len(event.get(k) or ()) for k in ("cohort", "reported", "dropped", "failures")}
-        lost = [
-            f"{n} {word}"
-            for n, word in ((counts["dropped"], "dropped"), (counts["failures"], "failed"))
-            if n
-        ]
+        counts = {k: len(event.get(k) or ()) for k in ("cohort", "reported")}
+        causes = {"dropped": "dropped", "failed": "failed", "rule": "left out by the rule"}
+        lost = [f"{n} {word}" for c, word in causes.items() if (n := len(left_out(event, c)))]
         parts = [
             f"round {self.done:>{len(str(self.rounds))}}/{self.rounds}",
             *(_scores(self.metrics) if self.measured == self.done else ()),
@@ -122,7 +120,7 @@ class _State:
         parts += [
             f"client {f.get('name') or f.get('client')} failed in {f.get('stage')}: "
             f"{f.get('reason')}"
-            for f in event.get("failures") or ()
+            for f in left_out(event, "failed")
         ]
         return "  ".join(" ".join(p.split()) if i else p for i, p in enumerate(parts) if p)
 

@@ -79,9 +79,10 @@ class _Start(TypedDict, total=False):
 
 
 @_as_it_is
-class _Failure(TypedDict, total=False):
+class _LeftOut(TypedDict, total=False):
     client: Count
     name: str
+    cause: str
 
 
 @_as_it_is
@@ -89,8 +90,7 @@ class _Round(TypedDict, total=False):
     round: Count
     cohort: list[Count]
     reported: list[Count]
-    dropped: list[Count]
-    failures: list[_Failure]
+    left_out: list[_LeftOut]
     fallbacks: dict[str, Count]
     weights: dict[Client, Number] | None
     log: dict[str, Any] | None
@@ -189,3 +189,12 @@ def refuse_odd_matrices(path: Path, matrices: Mapping[str, npt.NDArray[Any]], cl
             f"{shapes[odd[0]]}, but there are {labels} labels. Delete it to report on the run "
             "without its matrices."
         )
+
+
+def left_out(event: Mapping[str, Any], cause: str) -> list[Mapping[str, Any]]:
+    """Who was left out of a round by this cause: "failed", "dropped", or "rule"."""
+    if "left_out" not in event:  # an older run
+        older = {"failed": event.get("failures"), "dropped": event.get("dropped")}
+        found = older.get(cause) or ()
+        return [one if isinstance(one, dict) else {"client": one} for one in found]
+    return [entry for entry in event["left_out"] if entry.get("cause") == cause]

@@ -78,7 +78,7 @@ class RunNow:
     def failures(self) -> list[tuple[int, str, str]]:
         """Round, stage and reason of the latest ones."""
         rounds = self.view.rounds
-        found = [(e["round"] + 1, f["stage"], f["reason"]) for e in rounds for f in e["failures"]]
+        found = [(e["round"] + 1, f["stage"], f["reason"]) for e in rounds for f in e["left_out"]]
         return found[-MOST_FAILURES:][::-1]
 
     @property

@@ -129,9 +129,7 @@ class Tally:
     bytes_down: int = 0
     bytes_up: int = 0
     reported: list[int] = field(default_factory=list)
-    dropped: list[int] = field(default_factory=list)
-    failures: list[Failure] = field(default_factory=list)
-    unused: list[Failure] = field(default_factory=list)
+    left_out: list[Failure] = field(default_factory=list)
     weights: dict[int, float] = field(default_factory=dict)
     log: dict[str, float] = field(default_factory=dict)
 
@@ -151,15 +149,12 @@ class Tally:
 
     def event(self, round: int, cohort: Sequence[int], seconds: float) -> Event:
         """The round as one JSON line."""
-        failures = [*self.failures, *self.unused]
         return {
             "event": "round",
             "round": round,
             "cohort": list(cohort),
             "reported": sorted(self.reported),
-            "dropped": self.dropped,
-            # Shares in a sum of too few count as failures here, but not for max_failures.
-            "failures": [asdict(f) for f in sorted(failures, key=lambda f: f.client)],
+            "left_out": [asdict(f) for f in sorted(self.left_out, key=lambda f: f.client)],
             "fallbacks": fallbacks.drain(),
             "examples": self.examples,
             "images": self.images,
@@ -232,6 +227,10 @@ class Federation:
                     bring = self._sum if self.settings.server_sees == "sums" else self._replies
                     replies = bring(stage, state, round, sent, tally)
                     outcome = stage.aggregate(state, round, messages, replies)
+                    tally.left_out += (
+                        self._named(Failure(client, stage.name, round, reason, cause="rule"))
+                        for client, reason in outcome.left_out.items()
+                    )
                     self._enforce_limit(stage, round, len(sent), tally)
                     tally.weights |= {k: w for k, w in outcome.weights.items() if k != EVERYBODY}
                     tally.log.update(outcome.log)
@@ -269,7 +268,7 @@ class Federation:
         So clients of like size come together, which a transport can train faster. The order is the
         same for every transport, so that sums over replies have the same bits.
         """
-        expected, asked = self._expected(stage, state), self._asked(round, sent, tally)
+        expected, asked = self._expected(stage, state), self._asked(stage, round, sent, tally)
         for answer in answers(self.transport, stage, round, asked):
             if isinstance(answer, Reply):
                 reason = self._doubt(stage, answer, expected)
@@ -278,7 +277,7 @@ class Federation:
                     yield answer
                     continue
                 answer = Failure(answer.client, stage.name, round, reason)
-            tally.failures.append(self._named(answer))
+            tally.left_out.append(self._named(answer))
 
     def _named(self, failure: Failure) -> Failure:
         """A failure with its client's name, and no more of its reason than can be read."""
@@ -286,11 +285,15 @@ class Federation:
         name = self.names[failure.client] if known else failure.name
         return replace(failure, name=name, reason=failure.reason[:LONGEST_REASON])
 
-    def _asked(self, round: int, sent: Messages, tally: Tally) -> dict[int, Record]:
+    def _asked(self, stage: Stage, round: int, sent: Messages, tally: Tally) -> dict[int, Record]:
         """The messages that arrive, largest clients first; the others drop out."""
         rate = self.settings.drop_rate
         lost = {k for k in sent if drops_out(rate, self.seed, round, k)}
-        tally.dropped = sorted({*tally.dropped, *lost})
+        known = {failure.client for failure in tally.left_out if failure.cause == "dropped"}
+        why = "it was lost after it received its message (federation.drop_rate)"
+        tally.left_out += (
+            self._named(Failure(k, stage.name, round, why, cause="dropped")) for k in lost - known
+        )
         tally.bytes_down += sum(message.nbytes for message in sent.values())
         order = sorted(sent, key=lambda k: (-self.transport.sizes[k], k))
         return {k: sent[k] for k in order if k not in lost}
@@ -305,7 +308,7 @@ class Federation:
         noise, a sum that nobody is in is noise alone, so that nobody can tell that; nor does the
         reply say who is.
         """
-        asked, noise = self._asked(round, sent, tally), self.noise
+        asked, noise = self._asked(stage, round, sent, tally), self.noise
 
         def doubt(share: Reply) -> str | None:
             forms = self._share_forms(stage, state, round, sent[share.client], share.client)
@@ -314,12 +317,12 @@ class Federation:
         own = self.transport if isinstance(self.transport, Summing) else None
         adds = own or AddedUp(self.transport, doubt)
         total = adds.total(stage, round, asked) if asked else Total(None, (), (), 0)
-        tally.failures += map(self._named, total.failures)
+        tally.left_out += map(self._named, total.failures)
         tally.bytes_up += total.nbytes
         record, least = total.record, self.settings.sum_least
         if own and record and (reason := out_of_range(record, {}, None)) is not None:
             lost = (Failure(k, stage.name, round, reason) for k in total.clients)
-            tally.failures += map(self._named, lost)
+            tally.left_out += map(self._named, lost)
             record = None
         if noise is not None:
             if record is None:
@@ -336,7 +339,8 @@ class Federation:
             yield Reply(EVERYBODY, examples, Record(groups), True, clients=total.clients)
         elif record is not None:
             few = f"its sum has {len(total.clients)} shares, federation.sum_least is {least}"
-            tally.unused += (self._named(Failure(k, stage.name, round, few)) for k in total.clients)
+            lost = (Failure(k, stage.name, round, few, cause="rule") for k in total.clients)
+            tally.left_out += map(self._named, lost)
 
     def _share_forms(
         self, stage: Stage, state: Record, round: int, message: Record, client: int
@@ -389,7 +393,7 @@ class Federation:
         return forms
 
     def _enforce_limit(self, stage: Stage, round: int, asked: int, tally: Tally) -> None:
-        failed = [f for f in tally.failures if f.stage == stage.name]
+        failed = [f for f in tally.left_out if f.stage == stage.name and f.cause == "failed"]
         if len(failed) > self.settings.max_failures * asked:
             shown = "; ".join(str(f) for f in failed[:3])
             raise ClientLimitError(

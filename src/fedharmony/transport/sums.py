@@ -55,7 +55,7 @@ class AddedUp:
     """Adds up, in the open, the shares that a transport brings back.
 
     ``doubt`` says why a share cannot be added, or None; its client alone is left out. A share that
-    has the right form may still lie: what bears lies (``robust.py``) needs replies.
+    has the right form may still lie: a robust rule (``robust/``) needs replies.
     """
 
     def __init__(self, transport: Transport, doubt: Doubt = _not_finite) -> None:

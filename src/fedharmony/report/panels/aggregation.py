@@ -79,7 +79,7 @@ def same_weights(runs: Mapping[str, RunView]) -> list[list[str]]:
 def weights_map(title: str, run: RunView, limit: float, note: str = "") -> Picture:
     """Aggregation weights: a row per client (largest on top), a column per round.
 
-    Colour is the weight, up to ``limit``; a client that dropped out or failed in a round is marked
+    Colour is the weight, up to ``limit``; a client that was left out of a round is marked
     in the warning colour; blank cells were not in the cohort.
     """
     sizes = run.matrices.get("client_sizes")
@@ -94,7 +94,7 @@ def weights_map(title: str, run: RunView, limit: float, note: str = "") -> Pictu
             place = rows[client], number - 1
             weights[place] = np.fmax(weights[place], weight)
     for event in run.rounds:
-        lost = [*event.get("dropped", ()), *(f["client"] for f in event.get("failures", ()))]
+        lost = [entry["client"] for entry in event.get("left_out", ())]
         absent[rows[[int(k) for k in lost]], int(event["round"])] = 1
     pixels = svg.sequential(svg.shrink(weights, svg.known_most), max(limit, 1e-12), least=0.12)
     pixels[svg.shrink(absent, svg.known_most) > 0] = (*svg.POSITIVE, 255)
@@ -110,7 +110,7 @@ def weights_map(title: str, run: RunView, limit: float, note: str = "") -> Pictu
     )
     note += f"Blank: not in the cohort; full colour: weight {limit:.2f}."
     if absent.any():
-        note += " Orange: dropped out or failed."
+        note += " Orange: dropped out, failed, or left out by the rule."
     return Picture(title, drawing.svg(f"Heat map: {title}"), note)
 
 
