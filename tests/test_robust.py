@@ -200,6 +200,57 @@ def test_heads_must_agree_and_the_rest_may_not_point_the_other_way(
     assert mean.update(state).get(PARAMS)["w"].tolist() == pytest.approx(found)
 
 
+def judged(rule: str, heads: Tensor, bodies: Tensor) -> tuple[dict[int, float], dict[int, str]]:
+    """Weights and reasons for a cohort with these updates of the head and of a numbered block."""
+    names = {"head.weight": heads, "blocks.0.weight": bodies}
+    state = Record({PARAMS: {name: torch.zeros_like(rows[0]) for name, rows in names.items()}})
+    mean = Robust(rule).mean(state)
+    for k in range(len(heads)):
+        reply = Record({PARAMS: {name: rows[k] for name, rows in names.items()}})
+        mean.fold(Reply(k, 1, reply), 1.0)
+    mean.update(state)
+    return mean.weights, mean.left_out
+
+
+@pytest.mark.parametrize("rule", ["agreement", "agreement_memory", "agreement_both"])
+def test_an_honest_head_does_not_hide_another_backbone(rule: str):
+    """Nine honest bodies hardly agree; six others, with honest heads, agree with each other.
+
+    "same_direction", which looks at the head, keeps them.
+    """
+    heads = 1 + 0.5 * draws(15, 300, 0)[0]
+    bodies, common = draws(15, 3000, 1)[0], draws(2, 3000, 2)[0]
+    bodies[:9] += 0.35 * common[0]
+    bodies[9:] += common[1]
+    weights, left_out = judged(rule, heads, bodies)
+    assert sorted(left_out) == [9, 10, 11, 12, 13, 14]
+    assert all("blocks.0" in reason for reason in left_out.values())
+    assert list(weights.values()) == pytest.approx([1 / 9] * 9 + [0] * 6)
+    assert not judged("same_direction", heads, bodies)[1]
+
+
+@pytest.mark.parametrize("rule", ["agreement", "agreement_memory", "agreement_both"])
+def test_copies_of_one_update_share_one_weight(rule: str):
+    """Nine honest clients, and six who all send their mean and a standard deviation."""
+    heads = 1 + 0.5 * draws(9, 300, 0)[0]
+    lie = heads.mean(0) + heads.std(0)
+    weights, left_out = judged(rule, torch.cat([heads, lie.expand(6, 300)]), torch.zeros(15, 300))
+    assert not left_out
+    assert list(weights.values()) == pytest.approx([1 / 10] * 9 + [1 / 60] * 6)
+
+
+def test_small_deviations_add_up_over_rounds():
+    """Cosines 0.6 and 0.2: their running mean with share 0.7 is 0.48."""
+    state = model(0, 0)
+    for cosine in (0.6, 0.2):
+        mean = Robust("agreement_memory").mean(state)
+        for k in range(3):
+            row = [1.0, 0.0] if k < 2 else [cosine, (1 - cosine**2) ** 0.5]
+            mean.fold(Reply(k, 1, model(*row)), 1)
+        state = model(0, 0).replace({ROBUST: mean.update(state).get(ROBUST)})
+    assert state.get(ROBUST)["rest"][0, 2].item() == pytest.approx(0.7 * 0.6 + 0.3 * 0.2)
+
+
 def test_long_updates_that_are_most_of_those_kept_are_still_cut():
     """Updates 1, 90 and 80 east, 1 north and 1 south-west: north and south-west are left out.
 
