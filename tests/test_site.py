@@ -4,6 +4,8 @@ from __future__ import annotations
 
 import os
 import pickle
+import re
+import shlex
 import socket
 import stat
 import subprocess
@@ -30,6 +32,7 @@ from fedharmony.errors import (
     TransportError,
 )
 from fedharmony.experiments.settings import load_settings
+from fedharmony.flower.roster import _enrolled
 from fedharmony.flower.server import _test_only
 from fedharmony.site import worker as site_worker
 from fedharmony.site.keys import make_certificates, make_key
@@ -354,8 +357,21 @@ def test_units_keep_two_users_apart(site: Path) -> None:
     assert "PrivateNetwork=yes" in worker
     assert "UMask=0077" in worker
     assert "User=relay" in relay
-    assert f"--socket {site.parent / 'worker.sock'}" in relay
+    assert f'--socket "{site.parent / "worker.sock"}"' in relay
     assert str(site) not in relay  # nor anything else of the data
+
+
+def test_units_name_no_folder_that_is_not_there(site: Path) -> None:
+    site.write_text(site.read_text().replace("[data]", 'socket = "run/50%/w.sock"\n[data]', 1))
+    settings = load_site(site)
+    text = units(site, settings, "fed.example.org:8443", "owner", "relay").replace("\\\n", "")
+    lines = [line.partition("=")[::2] for line in text.splitlines() if "=" in line]
+    (writes,) = (shlex.split(value) for key, value in lines if key == "ReadWritePaths")
+    created = [shlex.split(value)[-1] for key, value in lines if key == "ExecStartPre"]
+    assert writes == created == [str(settings.memory), str(site.parent / "run" / "50%%")]
+    assert ("CacheDirectory", "fedharmony") in lines  # systemd makes it, for the user of the unit
+    assert ("Environment", "FEDHARMONY_CACHE=/var/cache/fedharmony") in lines
+    assert not re.search("%[^%]", text.replace("%%", ""))  # a home folder would be root's
 
 
 def test_check_counts_what_is_unknown(site: Path, tmp_path: Path) -> None:
@@ -374,6 +390,30 @@ def test_init_writes_what_load_reads(tmp_path: Path) -> None:
     assert settings.site.classes == ("cat", "dog")
     assert (tmp_path / "clinic-a.key.pub").exists()
     assert "exists already" in refuse(tmp_path, *words, "--out", str(file))
+
+
+@pytest.mark.parametrize(
+    ("name", "labels", "reason"),
+    [
+        ("a/b", "cat", "small letters"),
+        ("Clinic A", "cat", "small letters"),
+        ("a", "cat,cat", "every label"),
+        ("a", ",", "every label"),
+    ],
+)
+def test_init_writes_nothing_that_check_refuses(
+    name: str, labels: str, reason: str, tmp_path: Path
+) -> None:
+    words = ("site", "init", name, "--classes", labels, "--data", str(tmp_path))
+    assert reason in refuse(tmp_path, *words, "--out", str(tmp_path / "site.toml"))
+    assert not list(tmp_path.iterdir())
+
+
+def test_a_name_that_no_site_can_have_is_not_enrolled() -> None:
+    words = {"site": "Clinic A", "images": 3, "bound": "0"}
+    with pytest.raises(TransportError, match=r"node 7 calls itself 'Clinic A': .*small letters"):
+        _enrolled("node 7", words)
+    assert _enrolled("node 7", {**words, "site": "clinic-a"})[0] == "clinic-a"
 
 
 def test_what_a_relay_imports_of_a_site_needs_no_torch() -> None:

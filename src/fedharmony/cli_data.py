@@ -14,6 +14,7 @@ from rich.table import Table
 
 from fedharmony.cli_options import ConfigArgument, Overrides, Plugins, bar, settings_of, usable
 from fedharmony.errors import CheckpointError, ConfigError, DataError
+from fedharmony.registry import load_plugins
 from fedharmony.terminal import columns, console, pairs, say
 
 if TYPE_CHECKING:
@@ -31,7 +32,7 @@ models_app = typer.Typer(name="models", no_args_is_help=True, help="Weights of p
 
 Name = Annotated[
     str,
-    typer.Argument(metavar="NAME", help="voc, coco, flair, table or features."),
+    typer.Argument(metavar="NAME", help="voc, coco, flair, table, features or that of a plug-in."),
 ]
 Place = Annotated[Path, typer.Argument(metavar="PATH", help="Folder or archive with the data.")]
 Changes = Annotated[
@@ -76,13 +77,14 @@ def decoding(quiet: bool = False) -> Iterator[Callable[[int, int], None]]:
 
 
 @data_app.command()
-def check(name: Name, path: Place, changes: Changes = None) -> None:
+def check(name: Name, path: Place, changes: Changes = None, plugin: Plugins = None) -> None:
     """Verify files and counts of a data set, and say what is missing.
 
     Example: `fedharmony data check voc ~/VOCdevkit year=2012`
 
     Exit code 0: all is there; 1: something is missing or differs; 2: the data cannot be read.
     """
+    load_plugins(plugin or ())
     with decoding() as progress:
         found = source(name, path, changes).check(progress)
     screen = console(highlight=False)

@@ -23,6 +23,7 @@ from rich.text import Text
 from fedharmony import stopping
 from fedharmony.errors import ClientLimitError, FedHarmonyError, RunsFailedError, Stopped
 from fedharmony.reading import is_folder
+from fedharmony.registry import plugin_place, plugins
 from fedharmony.terminal import console, say
 
 
@@ -123,7 +124,7 @@ def _keep(text: str, folder: Path | None) -> Path | None:
 
 
 def _unexpected(error: Exception, debug: bool) -> str:
-    """One paragraph about an error that nobody foresaw."""
+    """One paragraph about an error that nobody foresaw, or that a plug-in raised."""
     folder = error.folder if isinstance(error, UnexpectedError) else None
     cause = error.__cause__ if isinstance(error, UnexpectedError) and error.__cause__ else error
     what = " ".join(str(cause).split())[:500]
@@ -132,9 +133,14 @@ def _unexpected(error: Exception, debug: bool) -> str:
     text = f"{type(cause).__name__}: {what or 'no reason given'}"
     text += "" if text.endswith(".") else "."
     kept = None if debug else _keep(_trace(error), folder)
-    place = f" The trace is in {kept}; please report it." if kept else ""
     hint = "" if debug else " With --debug the trace is shown here."
-    return f"Something unexpected happened, which is a fault of this program: {text}{place}{hint}"
+    if place := plugin_place(error):
+        return f"The {place}: {text}{f' The trace is in {kept}.' if kept else ''}{hint}"
+    whose = (
+        f"this program or of a plug-in ({', '.join(plugins())})" if plugins() else "this program"
+    )
+    report = f" The trace is in {kept}; please report it." if kept else ""
+    return f"Something unexpected happened, which is a fault of {whose}: {text}{report}{hint}"
 
 
 def _complain(text: str) -> None:
@@ -181,14 +187,14 @@ def _last_resort(error: Any, debug: bool) -> int:
     if debug:
         say(_trace(error), err=True)
     _complain(_unexpected(error, debug))
-    return 70
+    return 2 if plugin_place(error) else 70
 
 
 def exit_code_of(command: Callable[[], int | None], debug: bool) -> int:
     """Run a command: an error is one paragraph and an exit code, never a traceback.
 
-    Exit codes: 2 for what the user can mend, 1 for clients that failed and for output that nobody
-    takes, 70 for what nobody foresaw.
+    Exit codes: 2 for what the user can mend, in a plug-in too, 1 for clients that failed and for
+    output that nobody takes, 70 for what nobody foresaw.
     """
     try:
         with ended_by_sigterm():
@@ -202,7 +208,9 @@ def exit_code_of(command: Callable[[], int | None], debug: bool) -> int:
         traces = error.failures if isinstance(error, RunsFailedError) else ()
         kept = [_keep(f.details, f.folder) for f in traces if f.details]
         where = "".join(f" A trace is in {place}; please report it." for place in kept if place)
-        _complain(f"{error}{where}")
+        place = plugin_place(error)
+        source = f" (The {place}.)" if place and place not in str(error) else ""
+        _complain(f"{error}{source}{where}")
         code = 1 if isinstance(error, ClientLimitError) else 2
     except (typer.Abort, KeyboardInterrupt):
         say("Stopped.", err=True)

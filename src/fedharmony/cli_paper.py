@@ -198,7 +198,7 @@ def _reproduce(
                 if not quiet:
                     say(f"{item.name}: measuring {item.measures}")
                 job.measure(item)
-        faults: dict[Item, FedHarmonyError] = {}
+        faults: dict[Item, Exception] = {}
         found = output.outcomes(jobs, every, faults)
         output.write(home, scale.name, found, command)
     for outcome in found:

@@ -45,24 +45,26 @@ def init(
 
     Example: `fedharmony site init clinic-a --classes cat,dog,tree --data images`
     """
+    from fedharmony.config import build
+    from fedharmony.experiments.folder import make_folder
     from fedharmony.records import write_file
     from fedharmony.site.keys import make_key
-    from fedharmony.site.settings import TEMPLATE
+    from fedharmony.site.settings import TEMPLATE, SiteSection
 
     if out.exists():
         raise CheckpointError(f"{out} exists already. Choose another place with --out.")
     labels = [label.strip() for label in classes.split(",") if label.strip()]
-    if not labels:
-        raise ConfigError("--classes names no label. The operator of the federation has the list.")
+    build(SiteSection, {"name": name, "classes": labels}, "site")  # refuses names it cannot have
     folder = str(data.absolute())
     words = {"name": name, "classes": labels, "path": folder, "image_size": image_size}
     text = TEMPLATE.format(**{k: json.dumps(v, ensure_ascii=False) for k, v in words.items()})
-    write_file(out, text.encode())
-    say(f"Wrote {out}. Complete [labels] and [policy], then:\n  fedharmony site check {out}")
+    make_folder(out.parent)
     key = out.with_name(f"{name}.key")
     if not key.exists():
         make_key(key)
         say(f"Wrote {key}, which stays here, and {key}.pub, which the operator registers.")
+    write_file(out, text.encode())
+    say(f"Wrote {out}. Complete [labels] and [policy], then:\n  fedharmony site check {out}")
 
 
 @site_app.command()

@@ -23,7 +23,7 @@ from torch import Tensor
 
 from fedharmony.config import Checked
 from fedharmony.data.check import Check, Tell
-from fedharmony.errors import DataError
+from fedharmony.errors import DataError, shown
 from fedharmony.registry import Registry
 from fedharmony.types import Index, Labels
 
@@ -250,6 +250,18 @@ class Source(ABC):
         raise DataError(
             f"Data set {self.name!r} is not read from files, so there is nothing to check."
         )
+
+
+def load_data(source: Source) -> DataSet:
+    """What a loader reads or builds; whatever is no data set is refused."""
+    data: object = source.load()
+    if not isinstance(data, DataSet):
+        code = type(source).load.__code__
+        raise DataError(
+            f"{code.co_filename}, line {code.co_firstlineno}: load of the data set {source.name!r} "
+            f"must return a DataSet, and returns {shown(data)}."
+        )
+    return data
 
 
 def cache_folder() -> Path:

@@ -14,7 +14,7 @@ import numpy.typing as npt
 import torch
 
 from fedharmony.attacks import Attackers
-from fedharmony.data.base import DataSet, Images, LabelledImages, TensorImages, datasets
+from fedharmony.data.base import DataSet, Images, LabelledImages, TensorImages, datasets, load_data
 from fedharmony.data.cache import MappedImages
 from fedharmony.data.check import Part
 from fedharmony.data.features import moments
@@ -237,7 +237,7 @@ def contents(settings: Settings, complete: bool = False) -> Contents:
     """
     source = datasets[settings.data.common.name](settings.data.own)
     if not isinstance(source, FileSource):
-        return _contents_of(source.load())
+        return _contents_of(load_data(source))
     content = source.annotations()
     if complete:
         source.refuse_missing(content)
@@ -264,7 +264,7 @@ def _load(
     """
     source = datasets[settings.data.common.name](settings.data.own)
     if not isinstance(source, FileSource):
-        data = source.load()
+        data = load_data(source)
         return data, draft(settings, _contents_of(data), partition_file)
     content = source.annotations()
     source.refuse_missing(content)

@@ -34,6 +34,7 @@ from fedharmony.experiments.crowd import Crowd
 from fedharmony.experiments.evaluate import Results
 from fedharmony.experiments.folder import RunFolder
 from fedharmony.experiments.settings import compose
+from fedharmony.registry import plugin_place
 from fedharmony.server.federation import Event
 
 logger = logging.getLogger(__name__)
@@ -242,7 +243,9 @@ def _carry_out(
     except BrokenPipeError:  # nobody is left who would listen
         raise
     except Exception as error:
-        pipe.send(("failed", (f"{type(error).__name__}: {error}.", traceback.format_exc())))
+        place, reason = plugin_place(error), f"{type(error).__name__}: {error}."
+        sent = (f"The {place}: {reason}", "") if place else (reason, traceback.format_exc())
+        pipe.send(("failed", sent))
     else:
         pipe.send(("done", results))
 

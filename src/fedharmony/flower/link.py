@@ -23,11 +23,12 @@ from pathlib import Path
 from typing import Any
 
 from fedharmony.config import to_toml
-from fedharmony.errors import CheckpointError, ClientLimitError, ConfigError, TransportError
+from fedharmony.errors import CheckpointError, ClientLimitError, ConfigError, TransportError, shown
 from fedharmony.experiments.folder import RunFolder
 from fedharmony.reading import parse_events
 from fedharmony.records import write_file
 from fedharmony.site.keys import make_certificates
+from fedharmony.site.settings import site_name
 
 #: What Flower calls our SuperLink in its own settings.
 NAME = "federation"
@@ -183,6 +184,10 @@ class Link:
 
     def register(self, name: str, key: Path) -> None:
         """Let a site join: its name, and its public key."""
+        try:
+            site_name(name)
+        except ValueError as error:
+            raise ConfigError(f"The site cannot be called {shown(name)}: {error}.") from None
         _ = self.address
         found = self.flwr("supernode", "register", key.absolute(), NAME, "--name", name)
         names = {**self._names(), str(found["node-id"]): name}

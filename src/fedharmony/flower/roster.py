@@ -13,12 +13,13 @@ from collections.abc import Callable, Mapping, Sequence
 from dataclasses import asdict, dataclass, field
 from typing import Any
 
-from fedharmony.errors import ClientLimitError, TransportError
+from fedharmony.errors import ClientLimitError, TransportError, shown
 from fedharmony.experiments.blueprint import refuse_small_cohort
 from fedharmony.flower.post import Post, collect, pause
 from fedharmony.server.federation import FederationSettings
 from fedharmony.server.sampling import Begin, Cohorts, Schedule, cohort_size
 from fedharmony.site.parcel import ENROL, FAILED, REPLY, Parcel
+from fedharmony.site.settings import site_name
 from fedharmony.types import MOST_IMAGES
 
 logger = logging.getLogger(__name__)
@@ -250,6 +251,10 @@ def _enrolled(who: str, words: Mapping[str, Any]) -> tuple[str, Enrolled]:
     texts = all(isinstance(text, str) and 0 < len(text) <= LONGEST_TEXT for text in (name, bound))
     if not (whole and texts):
         raise TransportError(f"{who}: its answer does not say who it is and what it has")
+    try:
+        site_name(str(name))
+    except ValueError as error:
+        raise TransportError(f"{who} calls itself {shown(name)}: {error}") from None
     return str(name), Enrolled(int(str(images)), bool(words.get("unknown")), str(bound))
 
 

@@ -16,7 +16,7 @@ from pathlib import Path
 import numpy as np
 import torch
 
-from fedharmony.data.base import DataSet, LabelledImages, Source, TensorImages, datasets
+from fedharmony.data.base import DataSet, LabelledImages, Source, TensorImages, datasets, load_data
 from fedharmony.data.sites import AtSites
 from fedharmony.engine.compute_mode import ComputeMode
 from fedharmony.engine.memory import ClientMemory
@@ -150,7 +150,7 @@ def _test_only(source: Source) -> DataSet:
     """The test part of the server's data; whatever it has to train on stays out of the run."""
     if isinstance(source, AtSites):
         return source.vocabulary()
-    data = source.load()
+    data = load_data(source)
     shape, classes = data.test.images.shape, len(data.classes)
     if len(shape) != 3:
         raise ConfigError(

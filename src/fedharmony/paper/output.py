@@ -9,7 +9,6 @@ from pathlib import Path
 from typing import Any
 
 import fedharmony
-from fedharmony.errors import FedHarmonyError
 from fedharmony.experiments.folder import jsonable, make_folder
 from fedharmony.files import write_atomically
 from fedharmony.paper.item import Found, Item, Shown
@@ -60,18 +59,18 @@ class Outcome:
 
 
 def outcomes(
-    jobs: Sequence[Job], every: Sequence[Item], faults: dict[Item, FedHarmonyError] | None = None
+    jobs: Sequence[Job], every: Sequence[Item], faults: dict[Item, Exception] | None = None
 ) -> list[Outcome]:
     """All items whose runs are finished, with one seed at least, in the paper's order.
 
-    An item whose files are damaged is left out and put among the ``faults``, if there are such.
+    An item that cannot be shown is left out and put among the ``faults``, if there are such.
     """
     shown = []
     for job, item in tasks(jobs, every):
         try:
             if (found := job.found_so_far(item)) is not None:
                 shown.append(Outcome(job, item, found, item.show(found)))
-        except FedHarmonyError as error:
+        except Exception as error:
             if faults is None:
                 raise
             faults[item] = error

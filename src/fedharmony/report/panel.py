@@ -13,16 +13,20 @@
 
 from __future__ import annotations
 
+import logging
 from abc import ABC, abstractmethod
 from collections.abc import Iterable
 from dataclasses import dataclass
 from typing import ClassVar
 
-from fedharmony.registry import Registry
+from fedharmony.errors import shown
+from fedharmony.registry import Registry, plugin_place
 from fedharmony.report.charts import Picture, Series
 from fedharmony.report.grid import Grid
 from fedharmony.report.load import Runs
 from fedharmony.report.svg import CENTRAL, Style, style
+
+logger = logging.getLogger(__name__)
 
 
 @dataclass(frozen=True)
@@ -63,10 +67,28 @@ panels: Registry[type[Panel]] = Registry("panel", "fedharmony.report.panels")
 
 
 def sections(runs: Runs) -> dict[str, Section]:
-    """All sections that have something to show, by the panel's name, in their order."""
+    """All sections that have something to show, by the panel's name, in their order.
+
+    A panel that raises has one sentence about that in its place.
+    """
     found = sorted((panels[name] for name in panels.names()), key=lambda p: (p.place, p.name))
-    drawn = {panel.name: panel().draw(runs) for panel in found}
+    drawn = {panel.name: _drawn(panel, runs) for panel in found}
     return {name: section for name, section in drawn.items() if section is not None}
+
+
+def _drawn(panel: type[Panel], runs: Runs) -> Section | None:
+    try:
+        section = panel().draw(runs)
+        if not isinstance(section, Section | None):
+            raise TypeError(f"draw must return a Section or None, and returns {shown(section)}")
+    except Exception as error:
+        where = plugin_place(error) or panel.__module__
+        text = (
+            f"The panel {panel.name!r} cannot be drawn: {type(error).__name__}: {error} ({where})"
+        )
+        logger.warning("%s", text, exc_info=True)
+        return Section(panel.name.capitalize(), f"{text}.")
+    return section
 
 
 # ----------------------------------------------------------------------- what panels share

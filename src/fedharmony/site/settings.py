@@ -35,9 +35,12 @@ from fedharmony.site.policy import Policy, file_settings
 LONGEST_SOCKET = 100
 
 
-def _plain_name(text: str) -> str:
+def site_name(text: str) -> str:
+    """The name of a site, which files, keys and messages carry; any other is a ValueError."""
     if not re.fullmatch(r"[a-z0-9][a-z0-9_.-]{0,62}", text):
-        raise ValueError("use up to 63 small letters, digits, '-', '_' and '.'")
+        raise ValueError(
+            "use up to 63 small letters (a-z), digits, '-', '_' and '.', a letter or digit first"
+        )
     return text
 
 
@@ -54,7 +57,7 @@ class SiteSection:
         parcel_mb: the most that is taken from a server at once.
     """
 
-    name: Annotated[str, AfterValidator(_plain_name)]
+    name: Annotated[str, AfterValidator(site_name)]
     classes: tuple[str, ...]
     annotated: tuple[str, ...] | None = None
     socket: str = "worker.sock"

@@ -19,12 +19,21 @@ After=local-fs.target
 User={owner}
 Group={group}
 UMask=0077
+# Folders that are not there yet would stop the unit. The "+" makes them as root.
+ExecStartPre=+/bin/sh -c 'test -d "$$1" || install -d -o {owner} -g {group} -m 0700 "$$1"' \\
+  sh {memory}
+ExecStartPre=+/bin/sh -c 'test -d "$$1" || install -d -o {owner} -g {group} -m 0750 "$$1"' \\
+  sh {sockets}
+# Decoded images; systemd makes this folder under /var/cache.
+CacheDirectory=fedharmony
+CacheDirectoryMode=0700
+Environment=FEDHARMONY_CACHE=/var/cache/fedharmony
 ExecStart={python} -m fedharmony site serve {file}
 Restart=always
 RestartSec=10
 NoNewPrivileges=yes
 ProtectSystem=strict
-ReadWritePaths={writes}
+ReadWritePaths={memory} {sockets}
 PrivateNetwork=yes
 
 [Install]
@@ -49,6 +58,7 @@ Restart=always
 RestartSec=10
 NoNewPrivileges=yes
 ProtectSystem=strict
+# Whatever lies in a home folder is hidden from it: Python and the socket must lie elsewhere.
 ProtectHome=yes
 
 [Install]
@@ -58,18 +68,31 @@ WantedBy=multi-user.target
 
 def units(file: Path, settings: SiteSettings, superlink: str, owner: str, relay: str) -> str:
     """Both unit files as text, to be read before they are installed."""
-    cache = "%h/.cache/fedharmony"
+    paths = {
+        "file": file.absolute(),
+        "python": Path(sys.executable),
+        "memory": settings.memory,
+        "sockets": settings.socket.parent,
+        "socket": settings.socket,
+        "ca": Path("/etc/fedharmony/ca.crt"),
+        "key": Path(f"/etc/fedharmony/{settings.site.name}.key"),
+    }
     words = {
         "name": settings.site.name,
-        "file": file.absolute(),
-        "socket": settings.socket,
-        "python": sys.executable,
         "superlink": superlink,
         "owner": owner,
         "relay": relay,
         "group": "fedharmony",
-        "ca": "/etc/fedharmony/ca.crt",
-        "key": f"/etc/fedharmony/{settings.site.name}.key",
-        "writes": f"{settings.memory} {settings.socket.parent} {cache}",
+        **{name: _word(path) for name, path in paths.items()},
     }
     return f"{WORKER.format(**words)}\n{RELAY.format(**words)}"
+
+
+def _word(path: Path) -> str:
+    """A path as one word of a unit file, in which % begins a specifier.
+
+    >>> _word(Path("/data/50% of it"))
+    '"/data/50%% of it"'
+    """
+    text = str(path).replace("\\", "\\\\").replace('"', '\\"').replace("%", "%%")
+    return f'"{text}"'

@@ -25,7 +25,7 @@ import numpy as np
 
 import fedharmony
 from fedharmony import fallbacks
-from fedharmony.data.base import DataSet, datasets
+from fedharmony.data.base import DataSet, datasets, load_data
 from fedharmony.engine.memory import ClientMemory
 from fedharmony.errors import ConfigError, DataError, FedHarmonyError, PolicyError, TransportError
 from fedharmony.experiments.binding import Binding, bind, changed
@@ -302,7 +302,7 @@ class Worker:
 
 def site_data(settings: SiteSettings) -> DataSet:
     """Load a site's data, with the federation's labels."""
-    data = datasets[settings.data.common.name](settings.data.own).load()
+    data = load_data(datasets[settings.data.common.name](settings.data.own))
     if len(data.train.images.shape) != 3:
         raise DataError(
             "Feature vectors cannot be used at a site yet: their means would have to be known to "

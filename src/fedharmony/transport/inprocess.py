@@ -15,6 +15,7 @@ from fedharmony.engine.cohort import Cohort
 from fedharmony.engine.room import StackRule
 from fedharmony.errors import CheckpointError, DeviceMemoryError
 from fedharmony.methods.base import Stage
+from fedharmony.registry import plugin_place
 from fedharmony.transport.shelf import Shelf
 from fedharmony.types import Answers, Failure, Messages, Reply
 
@@ -99,7 +100,7 @@ class InProcess:
                 ) from None
             else:
                 place = traceback.extract_tb(error.__traceback__)[-1]
-                where = f"{Path(place.filename).name}:{place.lineno}"
+                where = plugin_place(error) or f"{Path(place.filename).name}:{place.lineno}"
                 reason = f"{type(error).__name__}: {error} ({where})"
                 answers = [Failure(next(iter(messages)), stage.name, round, reason)]
         # Here the error is gone, which held the memory of the stack that failed.
