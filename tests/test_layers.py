@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import logging
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -101,7 +102,7 @@ def test_a_file_counts_where_the_same_layer_or_a_later_one_gives_it(tmp_path: Pa
     assert load_settings("demo", both).split.common.file == "a.json"
     below = layer(tmp_path, "below.toml", '[split]\nfile = "old.json"\n')
     assert load_settings(below, both).split.common.file == "a.json"
-    assert load_settings(below, ["split.seed=3"]).split.common.file == "old.json"
+    assert load_settings(below, ["split.seed=3"]).split.common.file == str(tmp_path / "old.json")
 
 
 def test_the_demo_gives_way_to_other_components(tmp_path: Path) -> None:
@@ -124,3 +125,32 @@ def test_a_built_in_config_is_meant_whatever_lies_here_by_its_name(
         assert load_settings(name) == settings
     assert load_settings("./demo").run.rounds == 7
     assert load_settings("demo", ["coco"]).data.common.name == "coco"
+
+
+def test_paths_of_a_config_file_are_relative_to_it(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    here, there = tmp_path / "here", tmp_path / "there"
+    for folder in (here, there):
+        (folder / "data").mkdir(parents=True)
+        (folder / "weights.npz").touch()
+    there.joinpath("own.py").write_text("LOADED = True")
+    (there / "weights.npz").unlink()
+    config = there / "shared.toml"
+    text = '[run]\nplugins = ["own.py"]\n[data]\nname = "table"\npath = "data"\ntable = "t.csv"\n'
+    config.write_text(f'{text}[split]\nname = "iid"\n[model]\nname = "vit"\n')
+    monkeypatch.chdir(here)
+    settings = load_settings(config)
+    assert settings.run.plugins == (str(there / "own.py"),)
+    assert settings.data.own == replace(settings.data.own, path=str(there / "data"), table="t.csv")
+    # The command line, and arguments in Python, start from the working folder.
+    assert load_settings(config, ["data.path=data"]).data.own.path == str(here / "data")
+    # A model is a file or a name: neither is looked for in another folder.
+    config.write_text(f'{text}[model]\nname = "vit"\nweights = "weights.npz"\n')
+    with pytest.raises(ConfigError, match=r"model.weights = 'weights.npz' is relative to its conf"):
+        load_settings(config)
+    config.write_text(f'{text}[model]\nname = "vit"\nweights = "timm/vit"\n')
+    assert load_settings(config).model.own.weights == "timm/vit"
+    # One that is not there is named in full.
+    config.write_text(text.replace('path = "data"', 'path = "gone"'))
+    assert load_settings(config).data.own.path == str(there / "gone")

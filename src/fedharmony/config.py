@@ -19,7 +19,7 @@ import tomllib
 from collections.abc import Iterable, Mapping
 from contextlib import suppress
 from pathlib import Path
-from typing import Annotated, Any, TypeAlias, TypeVar, get_type_hints
+from typing import Annotated, Any, TypeAlias, TypeVar, get_args, get_type_hints
 
 import tomli_w
 from pydantic import AfterValidator, GetCoreSchemaHandler, TypeAdapter, ValidationError
@@ -118,6 +118,12 @@ def _absolute(path: str) -> str:
 
 #: A setting that names a file or folder: a run can be resumed, and repeated, from any folder.
 FilePath: TypeAlias = Annotated[str, AfterValidator(_absolute)]
+
+
+def file_settings(cls: type[Any]) -> list[str]:
+    """The settings of a dataclass that name files."""
+    hints = get_type_hints(cls, include_extras=True)
+    return [name for name, hint in hints.items() if FilePath in (hint, *get_args(hint))]
 
 
 def override(tree: Mapping[str, Any], assignments: Iterable[str]) -> Tree:

@@ -10,6 +10,7 @@ from __future__ import annotations
 import hashlib
 import json
 import logging
+import os
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, replace
 from functools import cached_property
@@ -26,6 +27,7 @@ from fedharmony.config import (
     Tree,
     build,
     built_in_configs,
+    file_settings,
     flat,
     keys,
     merge,
@@ -47,7 +49,7 @@ from fedharmony.metrics import MetricOptions
 from fedharmony.models.base import Backbone, models
 from fedharmony.partition.base import Splitter, splitters
 from fedharmony.privacy import PrivacySettings
-from fedharmony.reading import is_there
+from fedharmony.reading import is_there, user_path
 from fedharmony.registry import load_plugins
 from fedharmony.server.federation import FederationSettings
 from fedharmony.terminal import plain
@@ -531,12 +533,14 @@ def _check_grid(name: str, grid: Mapping[str, Any], common: Mapping[str, Any]) -
 class Layer:
     """Settings from one place; they come on top of the layers before.
 
-    ``removed`` are dotted names that are taken away from the layers before.
+    ``removed`` are dotted names that are taken away from the layers before. Paths are relative to
+    the ``folder``: that of a config file, or else the working folder.
     """
 
     name: str
     tree: Tree
     removed: tuple[str, ...] = ()
+    folder: Path | None = None
 
 
 def load_settings(source: str | Path, changes: Sequence[str] = ()) -> Settings:
@@ -554,7 +558,7 @@ def layers_of(source: str | Path, changes: Sequence[str] = ()) -> list[Layer]:
     parsed = [parse_override(text) for text in assignments]
     removed = tuple(".".join(path) for path, value in parsed if value == "")
     top = Layer("the command line", override({}, assignments), removed)
-    return [*(Layer(str(file), _read(file)) for file in files), top]
+    return [*map(_layer_of, files), top]
 
 
 def combine(layers: Sequence[Layer]) -> tuple[Tree, dict[str, str]]:
@@ -571,7 +575,43 @@ def combine(layers: Sequence[Layer]) -> tuple[Tree, dict[str, str]]:
         tree = _without_others(tree, layer.tree, result, layer.name)
         tree = merge(_without(tree, layer.removed), layer.tree)
         origins |= dict.fromkeys(flat(layer.tree), layer.name)
-    return tree, {name: origins[name] for name in flat(tree)}
+    folders = {layer.name: layer.folder for layer in layers}
+    origins = {name: origins[name] for name in flat(tree)}
+    return _located(tree, {name: folders[layer] for name, layer in origins.items()}), origins
+
+
+def _located(tree: Tree, folders: Mapping[str, Path | None]) -> Tree:
+    """The tree with absolute paths: a run can be resumed from any folder. Loads its plug-ins."""
+    plugins = flat(tree).get("run.plugins")
+    if isinstance(plugins, list) and all(isinstance(file, str) for file in plugins):
+        start = folders["run.plugins"] or Path()
+        plugins = [os.path.realpath(start / user_path(file)) for file in plugins]
+        tree = merge(tree, nested({"run.plugins": plugins}))
+        load_plugins(plugins)
+    kinds: list[tuple[str, type[object]]] = [
+        (section, kind)
+        for section, choice in COMPONENTS.items()
+        for kind in (choice.common, *map(choice.own, choice.names()))
+    ]
+    kinds += [(f"methods.{name}", methods[name].Config) for name in methods.names()]
+    known = {f"{section}.{key}" for section, kind in kinds for key in file_settings(kind)}
+    for name, path in flat(tree).items():
+        if name in known and path and isinstance(path, str) and (folder := folders[name]):
+            tree = merge(tree, nested({name: _beside(folder, name, path)}))
+    return tree
+
+
+def _beside(folder: Path, name: str, path: str) -> str:
+    """The path that a config file in a folder names; a model may be named in place of a file."""
+    place = folder / user_path(path)
+    if not name.startswith("model.") or is_there(place):
+        return os.path.realpath(place)
+    if is_there(user_path(path)):
+        raise ConfigError(
+            f"{name} = {shown(path)} is relative to its config file, and there is no {place}. For "
+            f"the one in the working folder, give {name} on the command line."
+        )
+    return path
 
 
 def _without(tree: Tree, names: Sequence[str]) -> Tree:
@@ -608,7 +648,7 @@ def _is_file(change: str) -> bool:
     return change.endswith(".toml") and ("=" not in change or is_there(change))
 
 
-def _read(source: str | Path) -> Tree:
+def _layer_of(source: str | Path) -> Layer:
     known = built_in_configs()
     path = known.get(str(source), Path(source))  # whatever lies here by the name of a built-in one
     if path.suffix != ".toml" and not is_there(path):
@@ -616,10 +656,5 @@ def _read(source: str | Path) -> Tree:
             f"There is neither a file nor a built-in config {shown(str(source))}. "
             f"{nearest(str(source), known)}"
         )
-    tree = read_toml(path)
-    run = tree.get("run")
-    if isinstance(run, dict) and isinstance(run.get("plugins"), list):
-        # Relative to the file that names them, and absolute from here on: a run can be resumed
-        # from any folder.
-        run["plugins"] = [str((path.parent / str(p)).resolve()) for p in run["plugins"]]
-    return tree
+    folder = None if str(source) in known else path.absolute().parent
+    return Layer(str(source), read_toml(path), folder=folder)

@@ -7,14 +7,14 @@ normalisation. With the settings and the last checkpoint that is everything.
 from __future__ import annotations
 
 import shlex
-from dataclasses import asdict, dataclass, fields, replace
+from dataclasses import asdict, dataclass, replace
 from functools import cached_property
-from typing import TYPE_CHECKING, Any, TypeVar, get_args, get_type_hints
+from typing import TYPE_CHECKING, Any, TypeVar
 
 import numpy as np
 import torch
 
-from fedharmony.config import FilePath
+from fedharmony.config import file_settings
 from fedharmony.data.cache import Resize
 from fedharmony.data.file_source import FileSource
 from fedharmony.errors import CheckpointError, DataError
@@ -146,6 +146,4 @@ Config = TypeVar("Config", bound="DataclassInstance")
 
 def without_files(config: Config) -> Config:
     """The same settings without the files they name: what was read of them is in the checkpoint."""
-    hints = get_type_hints(type(config), include_extras=True)
-    named = [f.name for f in fields(config) if FilePath in get_args(hints[f.name])]
-    return replace(config, **dict.fromkeys(named))
+    return replace(config, **dict.fromkeys(file_settings(type(config))))

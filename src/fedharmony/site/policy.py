@@ -10,11 +10,11 @@ from __future__ import annotations
 from collections.abc import Iterable, Mapping
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Annotated, Any, Literal, get_args, get_type_hints
+from typing import Annotated, Any, Literal
 
 from annotated_types import Ge
 
-from fedharmony.config import FilePath, Tree
+from fedharmony.config import Tree, file_settings
 from fedharmony.errors import ConfigError, PolicyError, nearest, shown
 from fedharmony.experiments.settings import Settings, compose
 from fedharmony.methods.base import Stage, methods
@@ -133,12 +133,6 @@ def accepted(tree: Mapping[str, Any], own: Tree, files: Mapping[str, str]) -> Se
     if model.get("name") in models:
         model = _with_files(model, models[model["name"]].Config, files)
     return compose({**sections, "methods": chosen, "model": model, **own})
-
-
-def file_settings(cls: type[Any]) -> list[str]:
-    """The settings of a dataclass that name files."""
-    hints = get_type_hints(cls, include_extras=True)
-    return [name for name, hint in hints.items() if FilePath in (hint, *get_args(hint))]
 
 
 def _with_names(section: Mapping[str, Any], cls: type[Any]) -> Tree:

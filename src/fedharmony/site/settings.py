@@ -23,13 +23,13 @@ from typing import Annotated, Any
 from annotated_types import Ge, Le
 from pydantic import AfterValidator
 
-from fedharmony.config import Tree, build, read_toml
+from fedharmony.config import Tree, build, file_settings, read_toml
 from fedharmony.data.base import Source, datasets
 from fedharmony.errors import ConfigError, nearest, shown
 from fedharmony.experiments.settings import DATA, Component, DataSettings, EngineSettings
 from fedharmony.reading import is_there, user_path
 from fedharmony.site.labels import Vocabulary
-from fedharmony.site.policy import Policy, file_settings
+from fedharmony.site.policy import Policy
 
 #: A Unix socket's address has room for so many bytes.
 LONGEST_SOCKET = 100
