@@ -17,6 +17,7 @@ import pytest
 import torch
 
 import fedharmony as fh
+from fake_run import write_fake_comparison
 from fedharmony.data.arrays import data_set
 from fedharmony.errors import CheckpointError, ConfigError, DataError, FedHarmonyError
 from fedharmony.experiments.build import draw_partition
@@ -437,3 +438,22 @@ def test_examples_run(block: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatc
 
 def test_there_are_examples() -> None:
     assert blocks(ROOT / "docs" / "python.md")
+
+
+def test_a_metric_of_a_comparison_is_that_of_the_seeds_that_define_it(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(RunFolder, "open", lambda folder: None)  # their settings do not count here
+    write_fake_comparison(tmp_path, methods=("fedavg",), rounds=2)
+    for seed, value in enumerate([0.5, None, 0.7]):
+        file = tmp_path / "fedavg" / f"seed-{seed}" / "results.json"
+        results = json.loads(file.read_text())
+        results["metrics"] |= {"mAP": value, "CF1": None}
+        file.write_text(json.dumps(results))
+    found = fh.Comparison(tmp_path)
+    assert found.metrics["fedavg"]["mAP"] == pytest.approx(0.6)  # of 0.5 and 0.7
+    assert np.isnan(found.metrics["fedavg"]["CF1"])
+    counts = found.counts["fedavg"]
+    assert [counts[name] for name in ("mAP", "CF1", "OF1")] == [2, 0, 3]
+    assert "fedavg: mAP over 2 of 3 seeds, else undefined" in found.table
+    assert "| 60.0 ± 14.1 |" in found.table

@@ -9,7 +9,8 @@ import re
 from collections.abc import Callable
 from dataclasses import replace
 from pathlib import Path
-from typing import Any
+from types import SimpleNamespace
+from typing import Any, cast
 
 import numpy as np
 import pytest
@@ -25,15 +26,16 @@ from fedharmony.experiments.settings import load_settings
 from fedharmony.metrics import METRIC_NAMES
 from fedharmony.paper import output, page, plan
 from fedharmony.paper import scale as scales
-from fedharmony.paper.item import Found, Item, all_items, items
+from fedharmony.paper.item import OURS, Found, Item, all_items, items
 from fedharmony.paper.items import fig5
 from fedharmony.paper.items.fig1 import correlations, most_frequent, qualities
 from fedharmony.paper.items.fig3 import errors
+from fedharmony.paper.items.matrices import Fig4
 from fedharmony.paper.items.table2 import matrix_form, pair_loop
 from fedharmony.paper.items.tables34 import exact_p, printed_differences, signed_ranks
 from fedharmony.paper.published import NAMES, row, rows
 from fedharmony.paper.scale import DEMO, PAPER, SCALES, Scale, Study
-from fedharmony.paper.verdict import Gap, decide
+from fedharmony.paper.verdict import NOT_REPRODUCED, UNDECIDED, Gap, decide
 from fedharmony.report.load import RunView, load_run
 from test_cli import call, refuse, succeed
 
@@ -341,6 +343,38 @@ def test_the_papers_numbers_stand_beside(name: str, shown: dict[str, output.Outc
     assert cells >= set(expected[name])
     if name == "table1":
         assert any(cell.startswith("94.9 (") for cell in cells)
+
+
+def test_a_verdict_says_which_clients_its_runs_lost(shown: dict[str, output.Outcome]) -> None:
+    outcome = shown["fig4"]
+    losses = [SimpleNamespace(clients_lost=n, clients_saved=m) for n, m in ((0, 1), (2, 0), (1, 0))]
+    folders = {("base", "fedavg", seed): run for seed, run in enumerate(losses)}
+    why = outcome.shown.verdict.why
+    found = replace(outcome.found, folders=cast("dict[Any, RunView]", folders))
+    assert output._with_losses(outcome.shown, found).verdict.why == (
+        f"{why} The runs behind this lost 3 client replies for good, and trained 1 client a second "
+        "time, on the plain path."
+    )
+    assert output._with_losses(outcome.shown, replace(found, folders={})) == outcome.shown
+
+
+def test_fig_4_compares_with_every_method() -> None:
+    """FedAvg has the best mean r, 0.813, by chance; FedCurv lies 0.01 higher in every seed."""
+    r = {
+        **{method: [0.5, 0.5, 0.5] for method in ("fednova", "fedrdn")},
+        "fedharmony": [0.8, 0.7, 0.8],
+        "fedavg": [0.99, 0.5, 0.95],
+        "fedcurv": [0.81, 0.711, 0.81],
+    }
+    numbers = {
+        m: {"soft_pearson": r[m], "soft_rmse": [0.1] * 3, "soft_mean_abs": [float(m == OURS)] * 3}
+        for m in r
+    }
+    (item,) = named("fig4")
+    assert isinstance(item, Fig4)
+    assert item._verdict(numbers).word == NOT_REPRODUCED
+    del numbers["fedcurv"]
+    assert item._verdict(numbers).word == UNDECIDED
 
 
 def test_figures_are_files_and_nothing_is_written_twice(shown: dict[str, output.Outcome]) -> None:

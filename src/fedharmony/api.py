@@ -12,6 +12,7 @@ report``, ``predict`` and ``compare`` work on it, too.
 
 from __future__ import annotations
 
+import math
 from collections.abc import Mapping, Sequence
 from functools import cached_property
 from pathlib import Path
@@ -152,14 +153,27 @@ class Comparison:
 
     @property
     def metrics(self) -> dict[str, dict[str, float]]:
-        """The metrics of each method, averaged over its seeds."""
-        found: dict[str, list[dict[str, float]]] = {}
-        for (name, _), run in self.runs.items():
-            found.setdefault(name, []).append(run.metrics)
+        """The metrics of each method: means over the seeds in which they are defined."""
         return {
-            name: {key: float(np.mean([m[key] for m in several])) for key in several[0]}
-            for name, several in found.items()
+            name: {key: float(np.mean(known or math.nan)) for key, known in values.items()}
+            for name, values in self._defined().items()
         }
+
+    @property
+    def counts(self) -> dict[str, dict[str, int]]:
+        """In how many seeds each metric of each method is defined."""
+        return {
+            name: {key: len(known) for key, known in values.items()}
+            for name, values in self._defined().items()
+        }
+
+    def _defined(self) -> dict[str, dict[str, list[float]]]:
+        found: dict[str, dict[str, list[float]]] = {}
+        for (name, _), run in self.runs.items():
+            for key, value in run.metrics.items():
+                known = found.setdefault(name, {}).setdefault(key, [])
+                known += [value] if math.isfinite(value) else []
+        return found
 
     @property
     def table(self) -> str:

@@ -69,12 +69,25 @@ def outcomes(
     for job, item in tasks(jobs, every):
         try:
             if (found := job.found_so_far(item)) is not None:
-                shown.append(Outcome(job, item, found, item.show(found)))
+                shown.append(Outcome(job, item, found, _with_losses(item.show(found), found)))
         except Exception as error:
             if faults is None:
                 raise
             faults[item] = error
     return shown
+
+
+def _with_losses(shown: Shown, found: Found) -> Shown:
+    """The same; the verdict says which clients the runs behind it lost, or trained once more."""
+    lost = sum(run.clients_lost for run in found.folders.values())
+    saved = sum(run.clients_saved for run in found.folders.values())
+    if not lost + saved:
+        return shown
+    text = (
+        f"The runs behind this lost {count(lost, 'client reply', 'client replies')} for good, and "
+        f"trained {count(saved, 'client')} a second time, on the plain path."
+    )
+    return replace(shown, verdict=replace(shown.verdict, why=f"{shown.verdict.why} {text}"))
 
 
 def figures(shown: Shown) -> Iterator[tuple[str, str]]:

@@ -180,6 +180,13 @@ class MetricTable:
         if max(seeds, default=0) > 1:
             over = f"{min(seeds)} to {max(seeds)}" if len(seeds) > 1 else f"{max(seeds)}"
             notes.append(f"mean ± sample standard deviation over {over} seeds")
+        for line in self.lines:
+            runs = len([r for r in self.runs if r.label == line.name])
+            notes += [
+                f"{line.name}: {column.heading} over {cell.count} of {runs} seeds, else undefined"
+                for column, cell in zip(self.columns, line.cells, strict=True)
+                if 0 < cell.count < runs
+            ]
         if any(not line.complete for line in self.lines):
             notes.append("* includes a run that has not finished")
         if lost := [f"{line.name} {line.lost}" for line in self.lines if line.lost]:
