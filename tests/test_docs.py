@@ -2,12 +2,18 @@
 
 from __future__ import annotations
 
+import importlib
+import inspect
+import pkgutil
 import re
 from pathlib import Path
 
 import nbclient
 import nbformat
 import pytest
+
+import fedharmony
+from fedharmony.experiments.reference import all_settings
 
 ROOT = Path(__file__).parents[1]
 PAGES = sorted(
@@ -74,3 +80,37 @@ def test_the_notebook_runs(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> N
     assert "Written: shapes.toml" in text
     assert "new/2.png" in text
     assert "| fedharmony |" in text
+
+
+def parts_of_the_package() -> dict[str, list[object]]:
+    """Modules by their last name, and classes by theirs."""
+    found: dict[str, list[object]] = {}
+    for file in pkgutil.walk_packages(fedharmony.__path__, "fedharmony."):
+        if file.name.endswith("__main__"):
+            continue
+        module = importlib.import_module(file.name)
+        found.setdefault(file.name.rpartition(".")[2], []).append(module)
+        for name, kind in inspect.getmembers(module, inspect.isclass):
+            found.setdefault(name, []).append(kind)
+    return found
+
+
+def test_names_in_the_architecture_exist() -> None:
+    """Every `Class.method`, `module.function`, `section.setting` and `path/file.py`."""
+    text, parts = text_of("docs/architecture.md"), parts_of_the_package()
+    known = {setting.name for setting in all_settings()}
+    spans = set(re.findall(r"`([A-Za-z_][\w./]*)(?:\([^`]*\))?`", text))
+    files = {span for span in spans if span.endswith((".py", "/"))} - {"memory/", "tracking/"}
+    for file in sorted(files):
+        roots = (ROOT, ROOT / "src" / "fedharmony")
+        assert any((root / file).exists() for root in roots), file
+    endings = r".*\.(py|toml|jsonl?|html|safetensors)"
+    dotted = {s for s in spans if re.fullmatch(r"\w+\.\w+", s) and not re.fullmatch(endings, s)}
+    names = {name for name in dotted - known if not name.startswith("torch.")}
+    assert {"Trainer.train", "Federation.run", "consensus.WEIGHTED"} <= names
+    for name in sorted(names):
+        owner, _, part = name.partition(".")
+        kinds = parts.get(owner, [])
+        assert any(hasattr(k, part) or part in vars(k).get("__annotations__", ()) for k in kinds), (
+            name
+        )

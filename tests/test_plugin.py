@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import os
 import re
+import shutil
 import subprocess
 import sys
 from collections.abc import Iterator
@@ -76,6 +77,21 @@ def test_passes_the_method_tests(plugin: Path) -> None:
     )
     assert done.returncode == 0, done.stdout
     assert "test_resumes_to_the_bit_from_any_round[shout]" in done.stdout
+
+
+def test_works_inside_the_package(plugin: Path, tmp_path: Path) -> None:
+    package = tmp_path / "fedharmony"
+    shutil.copytree(ROOT / "src" / "fedharmony", package)
+    shutil.copy(plugin, package / "methods")
+    for module in ("config_files", "reference"):
+        subprocess.run(
+            [sys.executable, "-m", f"fedharmony.experiments.{module}", str(tmp_path / "page.md")],
+            check=True,
+            cwd=tmp_path,
+            env={**os.environ, "PYTHONPATH": str(tmp_path)},
+        )
+    assert "# gain = 1.5" in (package / "configs" / "methods" / "shout.toml").read_text()
+    assert "| `gain` | number | `1.5` | length of the server" in (tmp_path / "page.md").read_text()
 
 
 FAULTY = """

@@ -196,7 +196,7 @@ class Outcome:
 
 #: Server before a stage: ``(state, round, clients) -> messages``, in client order.
 Broadcast: TypeAlias = Callable[[Record, int, Sequence[int]], Messages]
-#: Server after a stage: ``(state, round, sent, replies) -> outcome``, replies in client order.
+#: Server after a stage: ``(state, round, sent, replies) -> outcome``, replies largest client first.
 Aggregate: TypeAlias = Callable[[Record, int, Messages, Replies], Outcome]
 
 
