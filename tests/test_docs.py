@@ -114,3 +114,14 @@ def test_names_in_the_architecture_exist() -> None:
         assert any(hasattr(k, part) or part in vars(k).get("__annotations__", ()) for k in kinds), (
             name
         )
+
+
+def test_tables_of_results_are_those_of_the_runs(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.syspath_prepend(ROOT / "benchmarks")
+    tables = importlib.import_module("tables")
+    for page in tables.PAGES:
+        text = (ROOT / page).read_text(encoding="utf-8")
+        assert tables.filled(text) == text, "Write them anew: python benchmarks/tables.py"
+        heads = re.findall(r"(.*)\n\n\| Method \|", text)
+        assert heads
+        assert all(tables.PLACE.match(f"{head}\n\n") for head in heads)
