@@ -3,7 +3,7 @@
     python benchmarks/tables.py NAME RUNS [RUNS ...]
     python benchmarks/tables.py
 
-RUNS are folders that ``fedharmony compare`` wrote; several are merged. The first command keeps all
+RUNS are folders that ``fedharmony compare`` wrote; several are merged. The first command keeps
 every run and the paired differences to FedAvg in results/NAME.csv. The second writes the tables of
 the pages anew from these files. A table stands behind a comment that names its file:
 ``<!-- metrics: NAME METHOD … -->``, or ``<!-- differences: NAME -->`` with 95 % intervals.

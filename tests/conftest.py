@@ -1,10 +1,17 @@
-"""Shared test set-up: one thread per worker, so that xdist workers do not fight over cores."""
+"""Shared test set-up: one thread per worker, so that xdist workers do not fight over cores.
+
+Hypothesis times nothing: how long an example takes depends on what else the machine does.
+"""
 
 import pytest
 import torch
+from hypothesis import HealthCheck, settings
 
 from fedharmony import fallbacks
 
+too_slow = [HealthCheck.too_slow]
+settings.register_profile("untimed", deadline=None, suppress_health_check=too_slow)
+settings.load_profile("untimed")
 torch.set_num_threads(1)
 
 

@@ -27,7 +27,7 @@ def free_port() -> int:
         return int(stream.getsockname()[1])
 
 
-def wait_for(found: Callable[[], Any], seconds: float = 120.0) -> Any:
+def wait_for(found: Callable[[], Any], seconds: float = 300.0) -> Any:
     """What a function gives, as soon as it gives something."""
     until = time.monotonic() + seconds
     while not (value := found()):

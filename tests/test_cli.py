@@ -182,7 +182,7 @@ def test_interrupt_says_how_to_go_on(finished: Path, tmp_path: Path) -> None:
     while process.poll() is None and not (log.exists() and '"evaluate"' in log.read_text()):
         time.sleep(0.01)
     process.send_signal(signal.SIGINT)
-    _, stderr = process.communicate(timeout=60)
+    _, stderr = process.communicate(timeout=300)
     assert process.returncode == 130
     assert f"fedharmony resume {folder}" in stderr
     assert "Traceback" not in stderr

@@ -6,13 +6,20 @@ import errno
 import signal
 import tempfile
 from collections.abc import Callable
+from contextlib import nullcontext, suppress
 from pathlib import Path
-from typing import NoReturn
+from typing import Any, NoReturn
 
 import pytest
+import torch
+import typer
 
-from fedharmony.cli_guard import exit_code_of
+from fedharmony import stopping
+from fedharmony.cli_guard import exit_code_of, resumable
+from fedharmony.data.base import TensorImages
+from fedharmony.data.cache import Resize, _checksums, decode_in_order
 from fedharmony.errors import ClientLimitError, ConfigError, Stopped
+from fedharmony.experiments.scorer import Scorer
 
 
 def raising(error: BaseException) -> Callable[[], NoReturn]:
@@ -51,3 +58,73 @@ def test_exit_codes(
 def test_a_command_that_ends_well() -> None:
     assert exit_code_of(lambda: None, debug=False) == 0
     assert exit_code_of(lambda: 3, debug=False) == 3
+
+
+def test_the_first_signal_is_remembered_and_the_second_raises() -> None:
+    """Whatever drops exceptions drops none of the first signal's: every look raises it again."""
+    before = signal.getsignal(signal.SIGINT), signal.getsignal(signal.SIGTERM)
+    with stopping.hearing_signals():
+        signal.raise_signal(signal.SIGINT)
+        for _ in range(2):
+            with pytest.raises(KeyboardInterrupt):
+                stopping.end_if_asked()
+        with pytest.raises(Stopped, match="SIGTERM"):
+            signal.raise_signal(signal.SIGTERM)
+    stopping.end_if_asked()
+    assert before == (signal.getsignal(signal.SIGINT), signal.getsignal(signal.SIGTERM))
+
+
+def test_a_signal_ends_what_waits_even_if_a_library_drops_it() -> None:
+    """Before the block, inside of it, and where the block drops the exception."""
+    reached = []
+
+    def wait(drop: bool) -> None:
+        with stopping.interruptible():
+            with suppress(KeyboardInterrupt) if drop else nullcontext():
+                signal.raise_signal(signal.SIGINT)
+            reached.append(drop)
+
+    for drops in ([False, True], [True]):
+        with stopping.hearing_signals():
+            for drop in drops:
+                with pytest.raises(KeyboardInterrupt):
+                    wait(drop)
+    assert reached == [True]
+
+
+@pytest.mark.parametrize(("number", "code"), [(signal.SIGINT, 130), (signal.SIGTERM, 143)])
+def test_a_command_that_was_asked_to_end_says_so_wherever_it_was(
+    number: signal.Signals, code: int, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    """The last step of a command is not followed by any look but the guard's."""
+
+    def command() -> int:
+        with pytest.raises(typer.Exit) as end, resumable(tmp_path):
+            signal.raise_signal(number)
+        return int(end.value.exit_code)
+
+    assert exit_code_of(command, debug=False) == code
+    errors = capsys.readouterr().err
+    assert errors.count("topped") == 1
+    assert f"go on with\n  fedharmony resume {tmp_path}" in errors
+    assert exit_code_of(lambda: signal.raise_signal(number), debug=False) == code
+
+
+def test_reading_and_scoring_many_images_ends_between_steps(tmp_path: Path) -> None:
+    """Decoding, checksums and scores: each looks before its next step."""
+    file = tmp_path / "pixels"
+    file.write_bytes(bytes(10))
+    files: Any = ["a.png"]
+    images = TensorImages(torch.zeros(1, 3, 4, 4, dtype=torch.uint8))
+    works: list[Callable[[], object]] = [
+        lambda: list(decode_in_order(files, Resize(4))),
+        lambda: _checksums(file),
+        lambda: Scorer(None, None, None).all(images, torch.device("cpu")),  # type: ignore[arg-type]
+    ]
+    try:
+        stopping.ask(KeyboardInterrupt())
+        for work in works:
+            with pytest.raises(KeyboardInterrupt):
+                work()
+    finally:
+        stopping.forget()

@@ -33,7 +33,7 @@ from fedharmony.types import Record, Reply
 F64 = torch.float64
 OPERATORS = ["mean", "size", "support", "pooled", "median", "trimmed", "support_trimmed"]
 WEIGHTED = OPERATORS[:4]
-quick = settings(deadline=None, max_examples=40, derandomize=True)
+quick = settings(max_examples=40, derandomize=True)
 
 
 class Rows(CorrelationTable):

@@ -26,7 +26,7 @@ from fedharmony.errors import ConfigError, DataError
 from fedharmony.losses import Batch
 
 F64 = torch.float64
-quick = settings(deadline=None, max_examples=60, derandomize=True)
+quick = settings(max_examples=60, derandomize=True)
 
 
 def draw(*shape: int, seed: int = 0, dtype: torch.dtype = F64) -> Tensor:

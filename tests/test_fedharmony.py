@@ -626,7 +626,7 @@ def test_equal_misfits_give_equal_qualities(temperature: Any) -> None:
         assert len(set(omega([0.1, 0.1 + 1e-14, 0.1], temperature=temperature))) == 1
 
 
-@hypothesis.settings(deadline=None, max_examples=40, derandomize=True)
+@hypothesis.settings(max_examples=40, derandomize=True)
 @hypothesis.given(
     s=st.lists(st.floats(0, 1e3), min_size=1, max_size=20),
     temperature=st.sampled_from(["adaptive", "bounded"]),
@@ -651,7 +651,7 @@ def test_bounded_quality_by_hand() -> None:
     assert free[0] == pytest.approx(1 / (1 + math.exp(-2)))
 
 
-@hypothesis.settings(deadline=None, max_examples=40, derandomize=True)
+@hypothesis.settings(max_examples=40, derandomize=True)
 @hypothesis.given(
     s=st.lists(st.floats(0, 10), min_size=2, max_size=12),
     alpha=st.floats(0, 1),

@@ -31,7 +31,7 @@ TASK = Task(
     optimiser="sgd",
 )  # fmt: skip
 OPTIMISERS = ("adam", "sgd", "momentum")
-quick = settings(deadline=None, max_examples=60, derandomize=True)
+quick = settings(max_examples=60, derandomize=True)
 
 
 def nova(task: Task = TASK, **config: Any) -> FedNova:

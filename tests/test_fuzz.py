@@ -11,7 +11,6 @@ import os
 import resource
 import string
 from collections.abc import Iterator
-from datetime import timedelta
 from pathlib import Path
 from typing import Any
 
@@ -35,7 +34,6 @@ MEMORY = 2 << 30
 
 trying = settings(
     max_examples=EXAMPLES,
-    deadline=timedelta(seconds=10),
     suppress_health_check=[HealthCheck.function_scoped_fixture, HealthCheck.too_slow],
 )
 

@@ -34,7 +34,7 @@ LOSSES = [
     LossSettings("asymmetric", asymmetric_gamma_neg=0.5, asymmetric_margin=0.0),
 ]
 every_loss = pytest.mark.parametrize("loss", LOSSES, ids=lambda s: s.name)
-quick = settings(deadline=None, max_examples=60, derandomize=True)
+quick = settings(max_examples=60, derandomize=True)
 
 
 def column(

@@ -92,7 +92,7 @@ def test_rewind_drops_what_the_checkpoint_lacks(on_disk: bool, tmp_path: Path) -
     assert memory.nbytes == 0
 
 
-@settings(max_examples=60, deadline=None)
+@settings(max_examples=60)
 @given(
     rounds=st.lists(st.sets(st.integers(0, 2)), min_size=1, max_size=6),
     data=st.data(),

@@ -126,7 +126,7 @@ def test_as_dict_has_the_order_of_the_paper():
 # ---------------------------------------------------------------------- against references
 
 
-@settings(deadline=None, max_examples=60)
+@settings(max_examples=60)
 @given(cases())
 def test_matches_scikit_learn_with_ties(case):
     scores, targets = case
@@ -188,7 +188,7 @@ def reference(scores, targets, known, k):
     )
 
 
-@settings(deadline=None, max_examples=60)
+@settings(max_examples=60)
 @given(cases(masked=True), st.sampled_from([None, 1, 2, 9]), st.sampled_from(["grouped", "stable"]))
 def test_known_mask_equals_dropping_entries(case, topk, ties):
     """Also the top-k rule, on whole images when everything is known. What stands in an unknown

@@ -2,7 +2,6 @@
 
 import json
 import math
-import time
 import tracemalloc
 from dataclasses import replace
 from itertools import pairwise
@@ -35,6 +34,7 @@ from fedharmony.partition.report import (
     split_report,
 )
 from fedharmony.types import Index, Labels
+from work import counted
 
 ALL = splitters.names()
 #: Images per class of PASCAL VOC 2007 trainval (5,011 images).
@@ -73,7 +73,7 @@ def covers_once(indices: tuple[Index, ...], images: int) -> bool:
 
 
 @pytest.mark.parametrize("name", ALL)
-@settings(max_examples=40, deadline=None)
+@settings(max_examples=40)
 @given(problem=problems(), gamma=st.sampled_from([1e-6, 0.01, 0.5, 1e6]))
 def test_every_image_has_one_owner(
     name: str, problem: tuple[Labels, int, int], gamma: float
@@ -104,15 +104,17 @@ def test_the_seed_decides(name: str) -> None:
 @pytest.mark.parametrize("name", ALL)
 @pytest.mark.parametrize(("images", "clients"), [(5717, 1), (5717, 2500), (11540, 2500)])
 def test_every_splitter_ends(name: str, images: int, clients: int) -> None:
-    """The sizes of VOC 2012 (train, and train with val), at most 5 images per client, γ = 0.01."""
+    """The sizes of VOC 2012 (train, and train with val), at most 5 images per client, γ = 0.01.
+
+    Nothing is done for every pair of an image and a client.
+    """
     labels, users = voc_like(images), np.arange(images) % clients
-    began = time.process_time()
-    partition = made(name, 0.01).partition(labels, clients, 0, users)
-    assert time.process_time() - began < 10
+    partition, calls = counted(lambda: made(name, 0.01).partition(labels, clients, 0, users))
+    assert calls < 500 * (images + clients)
     assert not splitters[name].covers or covers_once(partition.indices, images)
-    report = split_report(labels, partition, 0)
+    report, calls = counted(lambda: split_report(labels, partition, 0))
     assert (report.clients, report.left_out) == (clients, images - partition.sizes.sum())
-    assert time.process_time() - began < 20
+    assert calls < 1000 + 100 * clients
 
 
 @pytest.mark.parametrize("name", ALL)
@@ -248,14 +250,14 @@ def test_clients_get_random_images_of_a_class() -> None:
     [(1e-6, "rarest"), (0.01, "most_frequent"), (100.0, "random")],
 )
 def test_extreme_settings_end(gamma: float, pivot: Any) -> None:
-    labels, began = voc_like(), time.process_time()
-    config = PivotDirichlet.Config(gamma=gamma, pivot=pivot)
-    partition = PivotDirichlet(config).partition(labels, 2500, seed=0)
+    labels = voc_like()
+    splitter = PivotDirichlet(PivotDirichlet.Config(gamma=gamma, pivot=pivot))
+    partition, calls = counted(lambda: splitter.partition(labels, 2500, seed=0))
     assert covers_once(partition.indices, len(labels))
-    assert time.process_time() - began < 10
+    assert calls < 500 * (len(labels) + 2500)
 
 
-@settings(max_examples=60, deadline=None)
+@settings(max_examples=60)
 @given(problem=problems(), gamma=st.sampled_from([1e-6, 0.01, 0.5, 1e6]), balance=st.booleans())
 def test_repair_reaches_the_largest_possible_minimum(
     problem: tuple[Labels, int, int], gamma: float, balance: bool
@@ -650,13 +652,13 @@ def test_report_is_repeatable(partition: Partition) -> None:
 
 
 @pytest.mark.parametrize("name", ALL)
-def test_large_label_matrices_are_split_and_reported_quickly(name: str) -> None:
-    """The size of COCO: 82,783 images, 80 classes, 50 clients."""
+def test_large_label_matrices_are_split_and_reported_as_arrays(name: str) -> None:
+    """The size of COCO: 82,783 images, 80 classes, 50 clients. No step is one of every label."""
     rng = np.random.default_rng(0)
     labels = (rng.random((82_783, 80)) < 0.036).astype(np.uint8)
     users = rng.integers(50, size=len(labels))
-    began = time.process_time()
-    report = split_report(labels, splitters[name]().partition(labels, 50, 0, users), 0)
+    split, splitting = counted(lambda: splitters[name]().partition(labels, 50, 0, users))
+    report, reporting = counted(lambda: split_report(labels, split, 0))
     assert report.clients == 50
     assert report.drift_clients >= 40
-    assert time.process_time() - began < 10
+    assert splitting + reporting < 2 * len(labels)

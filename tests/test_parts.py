@@ -90,7 +90,7 @@ def test_bounds_with_numbers_to_recompute() -> None:
     assert (low, high) == (pytest.approx(1.6 / 3), pytest.approx(2.5 / 3))
 
 
-@settings(max_examples=60, deadline=None)
+@settings(max_examples=60)
 @given(st.integers(0, 10**6), st.integers(2, 30), st.integers(2, 9))
 def test_average_precision_lies_within_its_bounds(seed: int, images: int, steps: int) -> None:
     """Against scores before they were rounded down to ``steps`` boundaries, ties among them."""

@@ -52,7 +52,7 @@ def test_two_collections_with_the_same_counts(search: Any) -> None:
     assert not search.certain(found)
 
 
-@settings(deadline=None, max_examples=40)
+@settings(max_examples=40)
 @given(arrays.arrays(np.uint8, (4, 3), elements=st.integers(0, 1)))
 def test_all_collections_are_found(labels: np.ndarray) -> None:
     """Against all 330 collections of four sets of three labels."""

@@ -32,7 +32,7 @@ from toy import Toy, largest_difference, same_bits, toy_data
 
 RULES = rules.names()
 F64 = torch.float64
-quick = settings(deadline=None, max_examples=40, derandomize=True)
+quick = settings(max_examples=40, derandomize=True)
 
 
 def model(*numbers: float, **buffers: Tensor) -> Record:

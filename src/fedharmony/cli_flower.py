@@ -8,6 +8,7 @@ from typing import TYPE_CHECKING, Annotated
 
 import typer
 
+from fedharmony import stopping
 from fedharmony.cli_guard import resumable
 from fedharmony.cli_options import (
     ConfigArgument,
@@ -130,7 +131,8 @@ def status(
             ) from None
         with watch:
             say(f"http://127.0.0.1:{watch.server_port} shows the federation in {link.home}.")
-            watch.serve_forever()
+            with stopping.interruptible():
+                watch.serve_forever()
     say(f"Sites reach the SuperLink, process {link.pid}, at {link.address}.")
     table = columns("site", "status", "last came online")
     for site in link.sites():

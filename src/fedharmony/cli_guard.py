@@ -9,7 +9,6 @@ import shlex
 import signal
 import sys
 import tempfile
-import threading
 import traceback
 from collections.abc import Callable, Iterator
 from contextlib import AbstractContextManager, contextmanager, suppress
@@ -48,6 +47,7 @@ def stoppable(folder: Path, kept: str, command: str) -> Iterator[None]:
     """
     try:
         yield
+        stopping.end_if_asked()
     except (FedHarmonyError, BrokenPipeError, typer.Exit, typer.Abort):
         raise
     except (KeyboardInterrupt, Stopped) as stop:
@@ -70,37 +70,6 @@ def repeatable(folder: Path) -> AbstractContextManager[None]:
     """What guards a sequence of runs."""
     kept = f"Finished runs and rounds are kept in {folder}; the same command goes on:"
     return stoppable(folder, kept, shlex.join(["fedharmony", *sys.argv[1:]]))
-
-
-@contextmanager
-def ended_by_sigterm() -> Iterator[None]:
-    """SIGTERM ends what runs inside as Ctrl-C does; a second one ends it at once.
-
-    Of several processes only the first has something to save; the others end at once. Either is
-    remembered, should the exception not arrive.
-    """
-
-    def stop(number: int, frame: object) -> None:
-        signal.signal(signal.SIGTERM, signal.SIG_DFL)
-        raise stopping.ask(Stopped("SIGTERM", number))
-
-    def interrupt(number: int, frame: object) -> None:
-        raise stopping.ask(KeyboardInterrupt())
-
-    if os.environ.get("RANK", "0") != "0" or threading.current_thread() is not (
-        threading.main_thread()
-    ):
-        yield
-        return
-    before = {signal.SIGTERM: signal.signal(signal.SIGTERM, stop)}
-    if signal.getsignal(signal.SIGINT) is signal.default_int_handler:  # not where it is ignored
-        before[signal.SIGINT] = signal.signal(signal.SIGINT, interrupt)
-    try:
-        yield
-    finally:
-        for number, handler in before.items():
-            signal.signal(number, handler)
-        stopping.forget()
 
 
 def _trace(error: Exception) -> str:
@@ -197,8 +166,10 @@ def exit_code_of(command: Callable[[], int | None], debug: bool) -> int:
     output that nobody takes, 70 for what nobody foresaw.
     """
     try:
-        with ended_by_sigterm():
+        with stopping.hearing_signals():
             code = command() or 0
+            if code == 0:  # else what the signal interrupted has said so
+                stopping.end_if_asked()
     except Stopped as stop:
         say(f"\nThe program was {stop}.", err=True)
         code = stop.code

@@ -36,7 +36,7 @@ from PIL import Image, UnidentifiedImageError
 from PIL import __version__ as pillow_version
 from torch import Tensor
 
-from fedharmony import fallbacks
+from fedharmony import fallbacks, stopping
 from fedharmony.data.base import Images, TensorImages, cache_folder
 from fedharmony.data.check import Tell
 from fedharmony.data.derived import building, in_bytes, new_file
@@ -327,6 +327,7 @@ def _checksums(file: Path) -> list[str]:
     """The SHA-256 of every :data:`PART` bytes of a file, on all cores; the last may be short."""
 
     def checksum(start: int) -> str:
+        stopping.end_if_asked()
         with file.open("rb") as stream:
             stream.seek(start)
             return hashlib.sha256(stream.read(PART)).hexdigest()
@@ -348,6 +349,7 @@ def decode_in_order(
     waiting: deque[Future[Chunk]] = deque()
     try:
         for start in range(0, len(files), CHUNK):
+            stopping.end_if_asked()
             rows = range(start, min(start + CHUNK, len(files)))
             waiting.append(pool.submit(_decode_chunk, files, rows, resize))
             if len(waiting) > 2 * workers:  # bounds the memory

@@ -9,6 +9,7 @@ from contextlib import contextmanager, suppress
 from pathlib import Path
 from typing import BinaryIO
 
+from fedharmony import stopping
 from fedharmony.errors import DataError
 from fedharmony.files import replacing, take_lock
 
@@ -27,7 +28,7 @@ def building(folder: Path) -> Iterator[None]:
     except OSError as error:
         raise _unwritable(folder, error) from error
     with lock:
-        with suppress(OSError):
+        with suppress(OSError), stopping.interruptible():
             take_lock(lock.fileno(), wait=True)
         yield
 

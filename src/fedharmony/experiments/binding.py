@@ -16,6 +16,7 @@ import numpy as np
 import numpy.typing as npt
 import torch
 
+from fedharmony import stopping
 from fedharmony.data.base import DataSet, Images, LabelledImages, SomeImages, TensorImages
 from fedharmony.data.cache import MappedImages
 from fedharmony.partition.base import Partition
@@ -72,6 +73,7 @@ def _pixels(images: Images) -> str:
         return _array(images.pixels.cpu().numpy())
     sha = hashlib.sha256(str((len(images), *images.shape)).encode())
     for start in range(0, len(images), SLAB):
+        stopping.end_if_asked()
         index = torch.arange(start, min(start + SLAB, len(images)))
         sha.update(np.ascontiguousarray(images.gather(index, "cpu").numpy()).data)
     return sha.hexdigest()

@@ -26,6 +26,7 @@ from typing import Any, Self
 
 import torch
 
+from fedharmony import stopping
 from fedharmony.data.base import DataSet
 from fedharmony.errors import Failure, FedHarmonyError, RunsFailedError, Stopped
 from fedharmony.experiments.build import Observer
@@ -91,7 +92,9 @@ class Workers:
                 worker = self._idle({id(w) for w, *_ in busy.values()})
                 busy[worker.pipe] = worker, number, observer(number, runs[number])
                 worker.order(runs[number])
-            for pipe in wait(list(busy)):
+            with stopping.interruptible():
+                ready = wait(list(busy))
+            for pipe in ready:
                 assert isinstance(pipe, Connection)
                 worker, number, observe = busy[pipe]
                 kind, content = worker.answer()
@@ -200,17 +203,19 @@ class _SendLog(logging.Handler):
 def _work(pipe: Connection) -> None:
     """Take orders until the first process says stop, or is gone."""
     signal.signal(signal.SIGINT, signal.SIG_IGN)  # the first process decides what Ctrl-C means
-    signal.signal(signal.SIGTERM, _stop)
     threading.Thread(target=end_with_parent, daemon=True).start()
     package = logging.getLogger("fedharmony")
     package.setLevel(logging.WARNING)
     package.addHandler(_SendLog(pipe))
     held: dict[str, DataSet] = {}
     try:
-        while True:
-            _carry_out(pipe, held, *pipe.recv())
-            gc.collect()  # a run's recorded steps hold memory of the GPU until they go
-            torch.cuda.empty_cache()  # does nothing where no GPU was used
+        with stopping.hearing_signals():
+            while True:
+                with stopping.interruptible():
+                    order = pipe.recv()
+                _carry_out(pipe, held, *order)
+                gc.collect()  # a run's recorded steps hold memory of the GPU until they go
+                torch.cuda.empty_cache()  # does nothing where no GPU was used
     except (Stopped, EOFError, OSError):
         os._exit(0)
 
@@ -248,11 +253,6 @@ def _carry_out(
         pipe.send(("failed", sent))
     else:
         pipe.send(("done", results))
-
-
-def _stop(number: int, frame: object) -> None:
-    signal.signal(signal.SIGTERM, signal.SIG_DFL)
-    raise Stopped("the first process", number)
 
 
 def end_with_parent() -> None:

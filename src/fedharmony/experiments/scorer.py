@@ -10,6 +10,7 @@ import numpy.typing as npt
 import torch
 from torch import Tensor
 
+from fedharmony import stopping
 from fedharmony.data.base import Images
 from fedharmony.methods.base import Method
 from fedharmony.models.base import Model
@@ -56,5 +57,8 @@ class Scorer:
     def all(self, images: Images, device: torch.device) -> npt.NDArray[np.float32]:
         """Scores (N, C) of all images, some at a time."""
         batches = torch.split(torch.arange(len(images)), BATCH)
-        scores = [self(images.gather(index, device)).float().cpu() for index in batches]
+        scores = []
+        for index in batches:
+            stopping.end_if_asked()
+            scores.append(self(images.gather(index, device)).float().cpu())
         return torch.cat(scores).numpy()

@@ -22,6 +22,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
+from fedharmony import stopping
 from fedharmony.config import to_toml
 from fedharmony.errors import CheckpointError, ClientLimitError, ConfigError, TransportError, shown
 from fedharmony.experiments.folder import RunFolder
@@ -142,7 +143,8 @@ class Link:
                     f"The SuperLink did not start at {inner}, or its gate at {host}:{port}. The "
                     f"logs say why: {self.home}/superlink.log and gate.log."
                 )
-            time.sleep(LOOK_S)
+            with stopping.interruptible():
+                time.sleep(LOOK_S)
 
     def _start(self, name: str, command: Sequence[object]) -> int:
         """A process that outlives this one, in a group of its own, with a log; its number."""
@@ -272,7 +274,8 @@ class Ordered:
             if alive is None and time.monotonic() - asked > ASK_S:
                 self._refuse_never_begun()
                 asked = time.monotonic()
-            time.sleep(LOOK_S)
+            with stopping.interruptible():
+                time.sleep(LOOK_S)
         found = json.loads(self.outcome.read_bytes())
         if found["status"] != "completed":
             kinds = {"ClientLimitError": ClientLimitError, "ConfigError": ConfigError}

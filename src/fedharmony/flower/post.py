@@ -9,6 +9,7 @@ import time
 from collections.abc import Collection, Iterator, Mapping
 from typing import Protocol
 
+from fedharmony import stopping
 from fedharmony.site.parcel import Parcel
 
 #: Least and most seconds between looks for replies; those before a site that could not answer is
@@ -37,7 +38,8 @@ def pause(since: float | None = None, again: bool = False) -> None:
     site that trains for minutes is not missed for a second.
     """
     waited = 0.0 if since is None else time.monotonic() - since
-    time.sleep(AGAIN_S if again else max(POLL_S, min(waited / 10, MOST_S)))
+    with stopping.interruptible():
+        time.sleep(AGAIN_S if again else max(POLL_S, min(waited / 10, MOST_S)))
 
 
 def collect(

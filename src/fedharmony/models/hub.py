@@ -14,6 +14,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
+from fedharmony import stopping
 from fedharmony.errors import ConfigError
 from fedharmony.reading import is_there, parse_json, read_regular, user_path
 from fedharmony.terminal import warn_once
@@ -71,7 +72,8 @@ def fetch(name: str) -> Path:
     failure: Exception | None = None
     for file in WEIGHT_FILES:
         try:
-            path = Path(hub.hf_hub_download(model, file))
+            with stopping.interruptible():
+                path = Path(hub.hf_hub_download(model, file))
         except Exception as error:  # the hub's own errors, and those of the network below it
             failure = failure or error
             if type(error).__name__ not in ("EntryNotFoundError", "RemoteEntryNotFoundError"):

@@ -22,6 +22,7 @@ from pydantic import TypeAdapter
 from safetensors import SafetensorError
 from safetensors.numpy import load_file
 
+from fedharmony import stopping
 from fedharmony.config import read_toml
 from fedharmony.errors import CheckpointError, ConfigError
 from fedharmony.experiments.binding import changed
@@ -585,6 +586,7 @@ def _read_folder(folder: Path) -> _Found:
     name, against = str(plan.get("config") or folder.name), plan.get("against")
     found = _Found(folder, [], name=name, against=against)
     for entry in plan.get("runs") or ():
+        stopping.end_if_asked()
         label, place = str(entry.get("label")), folder / str(entry.get("folder"))
         try:
             found.runs.append((label, load_run(place)))

@@ -217,6 +217,7 @@ class Federation:
             except BudgetSpentError:
                 return average.shown(state)
             for stage in self.stages(round):
+                stopping.end_if_asked()
                 before, asked = state, cohort
                 if stage.everyone:  # who holds images now: one may have joined since last round
                     asked = sorted(k for k, size in self.transport.sizes.items() if size > 0)

@@ -10,7 +10,7 @@ from pathlib import Path
 
 import torch
 
-from fedharmony import fallbacks
+from fedharmony import fallbacks, stopping
 from fedharmony.engine.cohort import Cohort
 from fedharmony.engine.room import StackRule
 from fedharmony.errors import CheckpointError, DeviceMemoryError
@@ -65,9 +65,11 @@ class InProcess:
         done, total, rule = 0, len(messages), self._rule
         waiting = deque(rule.stacks(list(messages), self.sizes))
         while waiting:
+            stopping.end_if_asked()
             members = waiting.popleft()
 
             def tick(step: int, steps: int, done: int = done, size: int = len(members)) -> None:
+                stopping.end_if_asked()
                 if self._tick is not None:
                     self._tick(round, int(100 * (done + size * step / steps) / total), 100)
 

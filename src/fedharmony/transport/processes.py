@@ -20,7 +20,7 @@ from datetime import timedelta
 import torch
 import torch.distributed as dist
 
-from fedharmony import fallbacks
+from fedharmony import fallbacks, stopping
 from fedharmony.errors import ClientLimitError
 from fedharmony.methods.base import Stage
 from fedharmony.records import from_bytes, header_of, to_bytes
@@ -91,6 +91,7 @@ class Processes:
             try:
                 received = passed(sent, owner, self._device)
             except RuntimeError as error:
+                stopping.end_if_asked()  # the same signal has ended the other process
                 missing = f"Process {owner} did not send the answer of client {client}"
                 raise _gone(missing, stage, round, error) from error
             # The owner keeps what it has: bytes bring tensors back bit by bit.

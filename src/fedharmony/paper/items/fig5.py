@@ -11,6 +11,7 @@ from concurrent.futures import ProcessPoolExecutor
 from pathlib import Path
 from typing import Any
 
+from fedharmony import stopping
 from fedharmony.experiments.folder import RunFolder
 from fedharmony.experiments.jobs import end_with_parent
 from fedharmony.experiments.run import start
@@ -200,7 +201,7 @@ def peak_memory(bench: Bench, part: Part, *more: str) -> float:
     short = (f"run.rounds={ROUNDS}", f"run.eval_every={ROUNDS}", *more)
     settings = bench.settings(part, OURS, *short)
     context = multiprocessing.get_context("spawn")
-    with ProcessPoolExecutor(1, mp_context=context) as processes:
+    with ProcessPoolExecutor(1, mp_context=context) as processes, stopping.interruptible():
         return processes.submit(_trained_memory, settings.tree()).result()
 
 
