@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import os
 import pickle
+import queue
 import re
 import shlex
 import socket
@@ -13,6 +14,7 @@ import sys
 import tempfile
 import threading
 import time
+from contextlib import suppress
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
@@ -29,6 +31,7 @@ from fedharmony.errors import (
     ConfigError,
     DataError,
     FedHarmonyError,
+    Stopped,
     TransportError,
 )
 from fedharmony.experiments.settings import load_settings
@@ -242,8 +245,8 @@ def test_a_worker_answers_at_its_socket_and_survives_bad_guests(site: Path) -> N
         def serve() -> None:
             for _ in range(3):
                 stream, _ = listener.accept()
-                with stream:
-                    site_worker._converse(worker, stream, 10_000)
+                with site_worker._peer(stream):
+                    site_worker._take_in(worker, stream, 10_000, queue.Queue(1))
 
         thread = threading.Thread(target=serve)
         thread.start()
@@ -260,6 +263,49 @@ def test_a_worker_answers_at_its_socket_and_survives_bad_guests(site: Path) -> N
     assert not place.exists()
     with pytest.raises(TransportError, match="site serve"):
         ask(place, Parcel("status"), 10)
+
+
+def test_a_busy_worker_says_how_it_is_and_lets_one_question_wait(site: Path) -> None:
+    """It works until it is told to end: whatever is answered meanwhile did not wait for that."""
+    begun, end, answers = threading.Event(), threading.Event(), queue.Queue[Parcel]()
+
+    class Busy(site_worker.Worker):
+        def _answer(self, question: Parcel) -> Parcel:
+            if question.words.get("last"):
+                raise Stopped("the test", 0)
+            begun.set()
+            assert end.wait(120)
+            return Parcel("reply")
+
+    def serve() -> None:
+        with suppress(Stopped):
+            site_worker.serve(worker)
+
+    def put(**words: bool) -> None:
+        answers.put(ask(place, Parcel("stage", words)))
+
+    worker = Busy(load_site(site))
+    place = worker.settings.socket
+    threads = [threading.Thread(target=serve, daemon=True)]
+    threads[0].start()
+    while not place.is_socket():
+        assert threads[0].is_alive()
+    for _ in range(3):  # one is worked on, one waits, one is refused
+        threads.append(threading.Thread(target=put))
+        threads[-1].start()
+        assert begun.wait(120)
+    refused = answers.get(timeout=120)
+    assert (refused.kind, "another message waits" in refused.reason) == ("refused", True)
+    assert "state: busy since 20" in succeed(site.parent, "site", "status", str(site))
+    assert answers.empty()
+    end.set()
+    for thread in threads[1:]:
+        thread.join()
+    assert [answers.get().kind, answers.get().kind] == ["reply", "reply"]
+    assert ask(place, Parcel("status")).words["state"] == "idle"
+    with pytest.raises(TransportError, match="ended while it was asked"):
+        put(last=True)
+    threads[0].join()
 
 
 def test_a_socket_that_a_dead_worker_left_is_replaced(site: Path) -> None:

@@ -21,6 +21,7 @@ import numpy as np
 from safetensors import SafetensorError
 from safetensors.numpy import load, save
 
+from fedharmony import stopping
 from fedharmony.errors import FedHarmonyError, TransportError, shown
 from fedharmony.reading import parse_json
 
@@ -159,16 +160,21 @@ def hear_out(stream: socket.socket, seconds: float) -> None:
 
 def ask(place: str | Path, parcel: Parcel, wait_s: float | None = None) -> Parcel:
     """Ask the worker that listens at a socket, and wait for its answer."""
-    with socket.socket(socket.AF_UNIX, socket.SOCK_STREAM) as stream:
+    with (
+        socket.socket(socket.AF_UNIX, socket.SOCK_STREAM) as stream,
+        stopping.interruptible(),
+    ):
         stream.settimeout(wait_s)
         try:
             stream.connect(str(place))
             send(stream, parcel)
             answer = receive(stream)
         except OSError as error:
+            advice = "Start it with 'fedharmony site serve site.toml'."
+            advice = "It runs; its log says more." if isinstance(error, TimeoutError) else advice
             raise TransportError(
                 f"The worker of this site does not answer at {place}: {error.strerror or error}. "
-                "Start it with 'fedharmony site serve site.toml'."
+                f"{advice}"
             ) from None
     if answer is None:
         raise TransportError(f"The worker at {place} ended while it was asked. Look at its log.")

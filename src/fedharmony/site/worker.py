@@ -11,26 +11,29 @@ from __future__ import annotations
 import hashlib
 import json
 import logging
+import queue
 import re
 import socket
+import threading
 import time
 from collections.abc import Iterator, Mapping
 from contextlib import contextmanager, suppress
 from dataclasses import dataclass, replace
 from functools import cached_property
 from pathlib import Path
-from typing import Any
+from typing import Any, TypeAlias
 
 import numpy as np
 
 import fedharmony
-from fedharmony import fallbacks
+from fedharmony import fallbacks, stopping
 from fedharmony.data.base import DataSet, datasets, load_data
 from fedharmony.engine.memory import ClientMemory
 from fedharmony.errors import ConfigError, DataError, FedHarmonyError, PolicyError, TransportError
 from fedharmony.experiments.binding import Binding, bind, changed
 from fedharmony.experiments.blueprint import Blueprint, Facts, blueprint
 from fedharmony.experiments.build import Assembly, on_device
+from fedharmony.experiments.folder import now
 from fedharmony.experiments.machine import choose_device, choose_mode, switch_torch
 from fedharmony.experiments.settings import Settings
 from fedharmony.files import sole_writer
@@ -67,6 +70,8 @@ SILENCE_S = 60.0
 HEARD_OUT_S = 10.0
 #: The most clients that a server may speak of.
 MOST_CLIENTS = 1_000_000
+#: Questions that wait for the worker, and where their answers go.
+Waiting: TypeAlias = "queue.Queue[tuple[socket.socket, Parcel]]"
 
 
 @dataclass(frozen=True)
@@ -110,6 +115,7 @@ class Worker:
         self.data = site_data(settings) if data is None else data
         self._here = on_device(self.data, self.device)
         self._run: RunAtSite | None = None
+        self.state = "idle"
 
     @property
     def images(self) -> int:
@@ -123,9 +129,16 @@ class Worker:
 
     def answer(self, question: Parcel) -> Parcel:
         """The answer to a question; whatever goes wrong is an answer too."""
+        if question.kind == STATUS:
+            return Parcel(REPLY, {**self._about(), "state": self.state})
+        self.state = f"busy since {now()} ({question.kind})"
         try:
-            if question.kind == STATUS:
-                return Parcel(REPLY, self._status())
+            return self._answer(question)
+        finally:
+            self.state = "idle"
+
+    def _answer(self, question: Parcel) -> Parcel:
+        try:
             if question.kind == ENROL:
                 return Parcel(REPLY, self._enrol(question.words))
             if question.kind == STAGE:
@@ -142,7 +155,7 @@ class Worker:
             logger.exception("A question could not be answered.")
             return failed(error)
 
-    def _status(self) -> dict[str, Any]:
+    def _about(self) -> dict[str, Any]:
         return {
             "site": self.settings.site.name,
             "images": self.images,
@@ -170,7 +183,7 @@ class Worker:
         write_file(folder / "enrolled.json", json.dumps(enrolled, indent=1).encode())
         logger.info("Enrolled in run %s: %s.", about["id"][:8], settings.label)
         found = {"unknown": own["unknown"], "bound": _sha(self.binding)}
-        return {**self._status(), **found}
+        return {**self._about(), **found}
 
     def _accepted(self, about: Mapping[str, Any]) -> Settings:
         """The settings of a run, if this site takes part in it."""
@@ -315,32 +328,64 @@ def site_data(settings: SiteSettings) -> DataSet:
 
 
 def serve(worker: Worker) -> None:
-    """Answer at the site's socket until a signal ends it, one question at a time."""
+    """Answer at the site's socket until a signal ends it, one question at a time.
+
+    A thread reads the questions. It lets one wait while another is being answered.
+    """
     place, limit = worker.settings.socket, worker.settings.site.parcel_mb << 20
     worker.settings.memory.mkdir(parents=True, exist_ok=True)
     with sole_writer(worker.settings.memory), listening(place) as listener:
         logger.info("Site %s answers at %s.", worker.settings.site.name, place)
+        waiting: Waiting = queue.Queue(1)
+
+        def take_in() -> None:
+            while listener.fileno() >= 0:  # until the worker ends
+                try:
+                    stream, _ = listener.accept()
+                except OSError:  # the system is out of files: some may be closed soon
+                    time.sleep(1.0)
+                    continue
+                with _peer(stream):
+                    _take_in(worker, stream, limit, waiting)
+
+        threading.Thread(target=take_in, daemon=True).start()
         while True:
-            stream, _ = listener.accept()
-            with stream:
-                _converse(worker, stream, limit)
+            with stopping.interruptible():
+                stream, question = waiting.get()
+            with _peer(stream), stream:
+                send(stream, worker.answer(question))
 
 
-def _converse(worker: Worker, stream: socket.socket, limit: int) -> None:
-    """Answer one question; a peer that breaks off or sends nonsense harms nobody else."""
+def _take_in(worker: Worker, stream: socket.socket, limit: int, waiting: Waiting) -> None:
+    """Read one question, and have it wait for the worker; how that one is, is answered at once."""
     stream.settimeout(SILENCE_S)
+    answer: Parcel | None = None
     try:
-        try:
-            question = receive(stream, limit)
-        except TransportError as error:
-            logger.warning("%s", error)
-            send(stream, Parcel(REFUSED, {"reason": str(error)}))
-            hear_out(stream, HEARD_OUT_S)
+        question = receive(stream, limit)
+        if question is not None and question.kind != STATUS:
+            waiting.put_nowait((stream, question))
             return
-        if question is not None:
-            send(stream, worker.answer(question))
-    except OSError as error:
-        logger.warning("A question or its answer broke off: %s.", error)
+        answer = worker.answer(question) if question is not None else None
+    except queue.Full:
+        answer = Parcel(REFUSED, {"reason": f"the worker is {worker.state}; another message waits"})
+    except TransportError as error:
+        logger.warning("%s", error)
+        send(stream, Parcel(REFUSED, {"reason": str(error)}))
+        hear_out(stream, HEARD_OUT_S)
+    with stream:
+        if answer is not None:
+            send(stream, answer)
+
+
+@contextmanager
+def _peer(stream: socket.socket) -> Iterator[None]:
+    """A peer that breaks off or sends nonsense harms nobody else."""
+    try:
+        yield
+    except Exception as error:
+        trace = not isinstance(error, OSError)
+        logger.warning("A question or its answer broke off: %s.", error, exc_info=trace)
+        stream.close()
 
 
 @contextmanager
