@@ -20,15 +20,17 @@ import numpy as np
 import pytest
 import torch
 from PIL import Image
+from safetensors.torch import save_file
 
 from fake_run import write_fake_run
 from fedharmony import stopping
 from fedharmony.data.base import DataSet, LabelledImages, SomeImages, TensorImages, datasets
 from fedharmony.engine.memory import ClientMemory
 from fedharmony.errors import CheckpointError, ConfigError
-from fedharmony.experiments import compare, run
+from fedharmony.experiments import build, compare, run
 from fedharmony.experiments.binding import bind, changed
 from fedharmony.experiments.folder import RunFolder, folder_name
+from fedharmony.experiments.scores import load_examples
 from fedharmony.experiments.settings import Settings, load_settings
 from fedharmony.partition.base import Partition
 from fedharmony.records import load_record, save_record
@@ -243,6 +245,66 @@ def test_a_run_goes_on_with_its_own_data(
 ) -> None:
     folder = RunFolder(Path(shutil.copytree(of_a_table[0] / "run", tmp_path / "run")))
     assert run.resume(folder, quiet)["status"] == "completed"
+
+
+def test_a_run_goes_on_where_its_data_lie_now_and_keeps_what_is_asked_for_now(
+    of_a_table: tuple[Path, list[dict[str, str]]],
+    tmp_path: Path,
+    caplog: pytest.LogCaptureFixture,
+) -> None:
+    """The bits are those of the run that nothing was changed of; once finished it stays."""
+    place = of_a_table[0]
+    as_it_was = RunFolder(Path(shutil.copytree(place / "run", tmp_path / "as it was")))
+    whole = run.resume(as_it_was, quiet)
+    moved = shutil.copytree(place / "data", tmp_path / "moved")
+    folder = RunFolder(Path(shutil.copytree(place / "run", tmp_path / "run")))
+
+    def asked(**changes: Any) -> Settings:
+        before = as_it_was.open()
+        return replace(
+            before,
+            run=replace(before.run, **changes),
+            data=replace(before.data, own=replace(before.data.own, path=str(moved))),
+        )
+
+    settings = asked(eval_every=3, examples=2, label="moved")
+    found = run.start(settings, folder, quiet)
+    assert found["state_sha256"] == whole["state_sha256"]
+    assert found["label"] == "moved"
+    assert folder.open().tree() == settings.tree()
+    assert [e["round"] for e in folder.read_events() if e["event"] == "evaluate"] == [2]
+    kept = load_examples(folder.path)
+    assert kept is not None
+    assert len(kept.pixels) == 2
+    caplog.clear()
+    folder.refuse_other_settings(settings)
+    assert not caplog.messages
+    folder.refuse_other_settings(asked(eval_every=3, examples=9, label="moved"))
+    (message,) = caplog.messages
+    assert "is finished and stays as it is: run.examples = 2, not 9. Remove the folder" in message
+    with pytest.raises(CheckpointError, match="other settings"):
+        folder.refuse_other_settings(asked(thresholds=0.5))
+
+
+def test_a_file_of_weights_is_known_by_what_it_holds(tmp_path: Path) -> None:
+    def planned(name: str, seed: int) -> compare.Planned:
+        plan = build.assemble(load_settings("demo", [*TINY, f"model.seed={seed}"])).blueprint
+        drawn = plan.parameters[0] | plan.parameters[1]
+        tensors = {n.removeprefix("backbone."): t.contiguous() for n, t in drawn.items()}
+        save_file(tensors, tmp_path / name)
+        changes = ["run.method=fedavg", "run.rounds=1", f"model.weights='{tmp_path / name}'"]
+        settings = load_settings("demo", [*TINY, *changes])
+        return compare.Planned(settings, RunFolder(tmp_path / "run"))
+
+    first, other, copy = (
+        planned(f"{name}.safetensors", seed) for name, seed in (("a", 1), ("b", 2), ("c", 1))
+    )
+    assert first.settings.sha256() == other.settings.sha256() == copy.settings.sha256()
+    run.start(first.settings, first.folder, quiet)
+    compare.rehearse([copy], quiet)
+    with pytest.raises(CheckpointError, match=r"Changed since: file model\.weights"):
+        compare.rehearse([other], quiet)
+    assert changed({}, {"file model.weights": "a"}) == []  # runs of earlier versions
 
 
 # -- resuming beside other files ------------------------------------------------------------------

@@ -11,6 +11,7 @@ import timm
 import torch
 from safetensors.torch import load_file
 
+import fedharmony as fh
 from fedharmony.errors import CheckpointError
 from fedharmony.experiments import export as exporting
 from fedharmony.experiments.export import export, samples
@@ -81,6 +82,21 @@ def test_timm_gives_the_same_scores(method: str, data: Path, tmp_path: Path) -> 
     assert own["resize"] == "pad"
     assert own["sha256"]["settings"] == model.results["config_sha256"]
     assert own["sha256"]["data"]["test labels"] == model.results["bound"]["test labels"]
+
+
+def test_images_that_are_not_square_are_exported(tmp_path: Path) -> None:
+    rng = np.random.default_rng(0)
+    pixels, labels = rng.integers(0, 256, (24, 8, 16, 3), np.uint8), rng.integers(0, 2, (24, 3))
+    tiny = {"model.width": 8, "model.depth": 1, "model.heads": 2, "train.epochs": 1}
+    run = fh.train(
+        *(pixels, labels), clients=2, rounds=1, settings=tiny, out=tmp_path / "run", quiet=True
+    )
+    export(run.model, tmp_path / "out")
+    about = json.loads((tmp_path / "out" / "config.json").read_text())
+    assert about["fedharmony"]["image_size"] == [8, 16]
+    assert about["pretrained_cfg"]["input_size"] == [3, 8, 16]
+    found = scores_by_timm(tmp_path / "out", torch.from_numpy(pixels).movedim(-1, 1)).numpy()
+    np.testing.assert_allclose(found, run.predict(pixels), atol=1e-5)
 
 
 def test_a_timm_backbone_keeps_its_names_and_running_statistics(data: Path, tmp_path: Path) -> None:

@@ -27,6 +27,7 @@ from fedharmony.experiments.jobs import Workers
 from fedharmony.experiments.run import start
 from fedharmony.experiments.settings import load_settings
 from fedharmony.report.progress import Board
+from test_cli import call
 
 SMALL = [
     *("data.train=90", "data.test=30", "split.clients=3", "split.min_size=5", "run.rounds=2"),
@@ -78,6 +79,24 @@ class Lasts(Broken):
 def plugin(tmp_path: Path) -> str:
     (tmp_path / "plugin.py").write_text(PLUGIN)
     return str(tmp_path / "plugin.py")
+
+
+def test_one_after_the_other_failed_runs_do_not_stop_the_others_either(
+    plugin: str, tmp_path: Path
+) -> None:
+    """They are named at the end; the same command repeats them alone."""
+    out = tmp_path / "out"
+    options = ["--methods", "raises,fedavg", "--seeds", "0", "--plugin", plugin, "--out", str(out)]
+    for _ in range(2):
+        code, table, err = call(tmp_path, "compare", "demo", *SMALL, *options)
+        assert code == 2
+        assert f"1 run failed; all others are done. {out / 'raises' / 'seed-0'}" in err
+        assert "a fault of mine. Mend the cause and give the same command again" in err
+        assert "fedavg" in table
+        assert (out / "fedavg" / "seed-0" / "results.json").exists()
+        for trace in (out / "raises" / "seed-0").glob("fedharmony-error-*.txt"):
+            assert "in end" in trace.read_text()
+            trace.unlink()
 
 
 def test_runs_that_fail_do_not_stop_the_others(plugin: str, tmp_path: Path) -> None:

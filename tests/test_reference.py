@@ -16,9 +16,11 @@ import pytest
 
 from fedharmony.cli import main
 from fedharmony.cli_options import complete_config, complete_methods
+from fedharmony.cli_settings import print_plan
 from fedharmony.config import keys
 from fedharmony.errors import FedHarmonyError
 from fedharmony.experiments import dry_run
+from fedharmony.experiments.crowd import ALONE, Crowd
 from fedharmony.experiments.origins import show
 from fedharmony.experiments.reference import all_settings, matching, page
 from fedharmony.experiments.run import start
@@ -166,6 +168,24 @@ def test_a_plan_counts_what_is_finished(tmp_path: Path) -> None:
         ("fedprox", 2, 0),
     ]
     assert all(g.seconds is not None and g.seconds > 0 for g in found.groups)
+
+
+def test_a_plan_of_several_runs_at_once_says_what_that_takes(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    """Three runs of a minute: two at once take 90 s, and more than three are never at work."""
+    settings = load_settings("demo", [*SMALL, "engine.threads=1"])
+    names, found = ["fedavg", "fedprox"], {}
+    for crowd in (ALONE, Crowd(2)):
+        found[crowd] = dry_run.plan_of_comparison(settings, names, [0], tmp_path / "c", crowd)
+    assert "at once" not in found[ALONE].facts
+    assert found[Crowd(2)].facts["at once"].startswith("2 runs, each in a process with 1 CPU")
+    group = dry_run.Group("fedavg", 3, 0, 1, 1, 180.0)
+    for at_once, said in ((1, "3 min 0 s"), (2, "1 min 30 s"), (8, "1 min 0 s")):
+        print_plan(dry_run.Plan(tmp_path, {}, (group,), (), at_once))
+        assert f"3 to be trained, about {said} in all" in " ".join(capsys.readouterr().out.split())
+    complaint = call("compare", "demo", *SMALL, "--dry-run", "--against", "fedavgg")[2]
+    assert "--against fedavgg: no method of the comparison has this name" in complaint
 
 
 def test_a_plan_of_a_search_counts_as_many_runs_as_there_will_be(tmp_path: Path) -> None:

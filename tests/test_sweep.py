@@ -13,7 +13,8 @@ from fake_run import write_fake_comparison
 from fedharmony.errors import CheckpointError, ConfigError
 from fedharmony.experiments import compare
 from fedharmony.experiments import run as runs
-from fedharmony.experiments.sweep import execute, plan, split_changes
+from fedharmony.experiments.compare import execute
+from fedharmony.experiments.sweep import plan, split_changes
 from fedharmony.report.sweep import load_sweep, page, sections, table_of, to_csv, write_sweep
 from test_cli import refuse, succeed
 

@@ -302,6 +302,23 @@ def test_methods_searched_at_once_give_what_they_give_one_after_the_other(
     assert found[0]["found"] == found[1]["found"]
 
 
+def test_common_settings_of_a_method_are_searched_and_written_beside_its_rate(
+    monkeypatch: pytest.MonkeyPatch, tmp_path: Path
+) -> None:
+    def execute(planned: list[Planned], observer: Any, data: Any) -> list[dict[str, Any]]:
+        return [{"metrics": {"mAP": run.settings.training.weight_decay}} for run in planned]
+
+    monkeypatch.setattr(tune, "execute", execute)
+    grid = "tune.fedavg.train.weight_decay=[0.0, 0.1, 0.5]"
+    settings = load_settings("demo", ["tune.lr=[0.01]", grid])
+    (found,) = Search(settings, ["fedavg"], tmp_path).run(lambda i, run: lambda event: None)
+    assert found.choices == (Choice("train.weight_decay", 0.5, 0.0),)
+    tuned = tomllib.loads((tmp_path / "tuned.toml").read_text())
+    assert tuned["methods"]["fedavg"]["train"] == {"lr": 0.01, "weight_decay": 0.5}
+    with pytest.raises(ConfigError, match=r"Set tune\.lr"):
+        Search(load_settings("demo", ["tune.fedavg.train.lr=[0.1]"]), ["fedavg"], tmp_path)
+
+
 def test_a_default_that_wins_is_not_written(
     monkeypatch: pytest.MonkeyPatch, tmp_path: Path
 ) -> None:

@@ -29,9 +29,9 @@ from fedharmony.errors import CheckpointError, ConfigError, DataError
 from fedharmony.experiments.build import Observer
 from fedharmony.experiments.compare import (
     Planned,
+    carry_out,
     execute,
     plan,
-    refuse_reference,
     rehearse,
     write_index,
 )
@@ -239,7 +239,8 @@ def train(
     planned.folder.refuse_other_settings(composed)
     with Progress(quiet=quiet) as progress:
         data = rehearse([planned], progress, data)
-        execute([planned], lambda i, run: progress, data)
+        if planned.results is None:
+            carry_out(planned, progress, data)
     return Run(place, device)
 
 
@@ -272,9 +273,7 @@ def compare(
         *(images, labels, clients, test, classes, settings, {"run.rounds": rounds}, device)
     )
     place = Path(out) if out is not None else unused(Path("runs") / f"{name}-comparison")
-    planned = plan(composed, methods, seeds, place)
-    if against is not None:
-        refuse_reference(against, {run.label for run in planned})
+    planned = plan(composed, methods, seeds, place, against=against)
     with Progress(quiet=quiet) as progress:
         data = rehearse(planned, progress, data)
 
@@ -284,8 +283,11 @@ def compare(
 
         with RunFolder(place).writing():
             write_index(place, name, planned, against)
-            execute(planned, observer, data)
-            write_tables(read_runs(place))
+            try:
+                execute(planned, observer, {repr(composed.data): data})
+            finally:
+                if any(run.results for run in planned):
+                    write_tables(read_runs(place))
     return Comparison(place, device)
 
 

@@ -16,6 +16,7 @@ from rich import box
 from rich.table import Table
 from rich.text import Text
 
+from fedharmony import stopping
 from fedharmony.cli_crowd import crowd_of, progress_of, workers_of
 from fedharmony.cli_guard import repeatable
 from fedharmony.cli_options import Devices, Jobs, Quiet, changes_of, usable
@@ -26,6 +27,7 @@ from fedharmony.report.progress import Observer, duration
 from fedharmony.terminal import console, say
 
 if TYPE_CHECKING:
+    from fedharmony.experiments.compare import Planned
     from fedharmony.paper.item import Item
     from fedharmony.paper.plan import Job, Place
     from fedharmony.paper.scale import Scale
@@ -153,10 +155,10 @@ def _state(job: Job, item: Item) -> str:
 def _reproduce(
     asked: Sequence[Item], every: Sequence[Item], home: Path, jobs: Sequence[Job], quiet: bool
 ) -> None:
+    from fedharmony.experiments.compare import execute
     from fedharmony.experiments.folder import RunFolder
     from fedharmony.paper import output
     from fedharmony.paper.plan import (
-        execute,
         in_order,
         refuse_other_runs,
         rehearsed,
@@ -185,15 +187,20 @@ def _reproduce(
         data = rehearsed(places, progress)
         stack.enter_context(RunFolder(home).writing())
 
-        def observer(i: int, place: Place) -> Observer:
-            rounds = place.run.settings.run.rounds
-            return progress.follow(i + 1, len(places), place.title, rounds)
+        def observer(i: int, run: Planned) -> Observer:
+            rounds = run.settings.run.rounds
+            return progress.follow(i + 1, len(places), places[i].title, rounds)
 
+        runs = [place.run for place in places]
         try:
-            execute(places, data, observer, workers)
+            if workers is None:
+                execute(runs, observer, data)
+            else:
+                workers.execute(runs, observer)
         except RunsFailedError as error:
             failed = error
         for job, item in tasks(ready, asked):
+            stopping.end_if_asked()
             if job.measured(item) is None:
                 if not quiet:
                     say(f"{item.name}: measuring {item.measures}")

@@ -162,7 +162,7 @@ def compare(
     if dry_run:
         from fedharmony.experiments.dry_run import plan_of_comparison
 
-        print_plan(plan_of_comparison(settings, names, numbers, folder))
+        print_plan(plan_of_comparison(settings, names, numbers, folder, crowd, against))
     else:
         _compare(settings, Path(config).stem, names, numbers, folder, quiet, crowd, against)
 
@@ -198,7 +198,7 @@ def sweep(
     if dry_run:
         from fedharmony.experiments.dry_run import plan_of_sweep
 
-        return print_plan(plan_of_sweep(points, folder))
+        return print_plan(plan_of_sweep(points, folder, crowd))
     index = partial(sweeps.write_index, folder, Path(config).stem, points)
     _, failed = _train(points, folder, quiet, crowd, index)
     swept, screen = write_sweep(folder), console()
@@ -245,7 +245,7 @@ def tune(
     if dry_run:
         from fedharmony.experiments.dry_run import plan_of_search
 
-        return print_plan(plan_of_search(settings, words_of(method_list), folder))
+        return print_plan(plan_of_search(settings, words_of(method_list), folder, crowd))
     search = Search(settings, words_of(method_list), folder, crowd)
     with progress_of(crowd, quiet) as progress, repeatable(folder), workers_of(crowd) as workers:
 
@@ -305,9 +305,7 @@ def _compare(
     from fedharmony.experiments import compare as comparison
     from fedharmony.experiments.sweep import Point
 
-    planned = comparison.plan(settings, labels, seeds, folder, crowd)
-    if against is not None:
-        comparison.refuse_reference(against, {run.label for run in planned})
+    planned = comparison.plan(settings, labels, seeds, folder, crowd, against)
     index = partial(comparison.write_index, folder, name, planned, against)
     found, failed = _train([Point({}, folder, planned)], folder, quiet, crowd, index)
     for runs in found:
@@ -325,6 +323,7 @@ def _train(
 ) -> tuple[list[Runs], RunsFailedError | None]:
     """Carry out comparisons and write the tables of those that have results; and what failed."""
     from fedharmony.experiments import sweep as sweeps
+    from fedharmony.experiments.compare import execute
     from fedharmony.experiments.folder import RunFolder
     from fedharmony.report.load import load
     from fedharmony.report.tables import write_tables
@@ -346,7 +345,7 @@ def _train(
             write_index()  # can be reported from now on
             try:
                 if workers is None:
-                    sweeps.execute(planned, observer, data)
+                    execute(planned, observer, data)
                 else:
                     workers.execute(planned, observer)
             except RunsFailedError as error:

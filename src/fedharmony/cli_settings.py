@@ -139,6 +139,7 @@ def print_plan(found: Plan) -> None:
     runs = sum(group.runs - group.done for group in found.groups)
     times = [group.seconds for group in found.groups]
     total = sum(seconds for seconds in times if seconds is not None)
+    total /= max(1, min(found.at_once, runs))
     took = "" if None in times else f", about {duration(total)} in all"
     screen.print(
         f"{runs:,} to be trained{took}, into {found.folder}. Nothing was trained, no run was "

@@ -10,6 +10,7 @@ from __future__ import annotations
 import hashlib
 import json
 from collections.abc import Mapping
+from pathlib import Path
 from typing import Any, TypeAlias
 
 import numpy as np
@@ -26,6 +27,8 @@ from fedharmony.types import Index
 Binding: TypeAlias = dict[str, str]
 
 NOTHING = "none"
+#: How the names of files begin.
+FILE = "file"
 #: Images hashed at a time where they are not at hand as one array.
 SLAB = 256
 
@@ -45,13 +48,29 @@ def bind(data: DataSet, partition: Partition, held_out: Index | None = None) -> 
     }
 
 
+def bind_files(files: Mapping[str, Mapping[str, str]]) -> Binding:
+    """The hashes of the files that model and method begin with, by section and setting."""
+    named = {
+        f"{section}.{name}": Path(path)
+        for section in ("model", "methods")
+        for name, path in files[section].items()
+    }
+    return {f"{FILE} {name}": _sha(path) for name, path in named.items() if path.is_file()}
+
+
+def _sha(path: Path) -> str:
+    with path.open("rb") as file:
+        return hashlib.file_digest(file, "sha256").hexdigest()
+
+
 def changed(before: Mapping[str, Any], now: Mapping[str, Any]) -> list[str]:
-    """The names of the parts that differ, in order.
+    """The names of the parts that differ, in order; a file that one side lacks is not compared.
 
     >>> changed({"class names": "a", "partition": "b"}, {"class names": "a", "partition": "c"})
     ['partition']
     """
-    return [name for name in {**now, **before} if before.get(name) != now.get(name)]
+    names = [n for n in {**now, **before} if n.split()[0] != FILE or (n in now and n in before)]
+    return [name for name in names if before.get(name) != now.get(name)]
 
 
 def _part(name: str, part: LabelledImages) -> Binding:

@@ -24,7 +24,7 @@ from fedharmony.engine.compute_mode import ComputeMode
 from fedharmony.engine.memory import ClientMemory
 from fedharmony.engine.room import RoomTest, StackRule
 from fedharmony.errors import ConfigError
-from fedharmony.experiments.binding import Binding, bind
+from fedharmony.experiments.binding import Binding, bind, bind_files
 from fedharmony.experiments.blueprint import Blueprint, Facts, blueprint
 from fedharmony.experiments.machine import choose_device, choose_mode, keep_to_share
 from fedharmony.experiments.settings import Settings
@@ -200,7 +200,7 @@ def assemble(
         device=device,
         mode=mode.exact() if backbone.mixes_images else mode,
         attackers=attackers,
-        bound=bind(loaded, partition, drafted.held_out),
+        bound=bind(loaded, partition, drafted.held_out) | bind_files(settings.files()),
         for_thresholds=None if chosen is None else annotated.subset(chosen),
         shared=shared,
     )

@@ -8,12 +8,14 @@ at any time, and extended by further methods or seeds.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Collection, Sequence
+import traceback
+from collections.abc import Callable, Collection, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 
+from fedharmony import stopping
 from fedharmony.data.base import DataSet
-from fedharmony.errors import ConfigError, nearest
+from fedharmony.errors import ConfigError, Failure, FedHarmonyError, RunsFailedError, nearest
 from fedharmony.experiments.binding import Binding
 from fedharmony.experiments.build import Observer, assemble
 from fedharmony.experiments.crowd import ALONE, Crowd
@@ -25,6 +27,7 @@ from fedharmony.experiments.settings import CENTRAL, Settings
 from fedharmony.experiments.trackers.base import refuse_missing
 from fedharmony.files import refuse_if_held
 from fedharmony.methods.base import methods
+from fedharmony.registry import plugin_place
 
 
 @dataclass(frozen=True)
@@ -64,13 +67,18 @@ def names_of(labels: Sequence[str]) -> list[str]:
 
 
 def plan(
-    base: Settings, labels: Sequence[str], seeds: Sequence[int], out: Path, crowd: Crowd = ALONE
+    base: Settings,
+    labels: Sequence[str],
+    seeds: Sequence[int],
+    out: Path,
+    crowd: Crowd = ALONE,
+    against: str | None = None,
 ) -> list[Planned]:
     """All runs, checked before the first one starts.
 
     A seed sets the run and the initial model; data and split stay as configured. ``all`` stands
     for every registered method, ``central`` for training on all images in one place. Runs of the
-    crowd are to share the machine.
+    crowd are to share the machine. All are compared with ``against``.
     """
     names, base = names_of(labels), with_threads(base, crowd)
     if not names or not seeds:
@@ -89,6 +97,8 @@ def plan(
                     "comparison the same name, or compare them one by one."
                 )
             runs.append(Planned(settings, RunFolder(out / folder / f"seed-{seed}")))
+    if against is not None:
+        refuse_reference(against, {run.label for run in runs})
     for run in runs:
         run.folder.refuse_other_settings(run.settings)
     return runs
@@ -114,6 +124,7 @@ def rehearse(runs: Sequence[Planned], observe: Observer, data: DataSet | None = 
     """
     built: dict[str, Binding] = {}
     for run in runs:
+        stopping.end_if_asked()
         refuse_missing(run.settings.run.track)
         refuse_if_held(run.folder.path)
         kind = repr((run.label, run.settings.method_config))
@@ -131,17 +142,41 @@ def rehearse(runs: Sequence[Planned], observe: Observer, data: DataSet | None = 
 def execute(
     runs: Sequence[Planned],
     observer: Callable[[int, Planned], Observer],
-    data: DataSet | None = None,
+    data: Mapping[str, DataSet],
 ) -> list[Results]:
     """Carry out a plan, one run after the other; ``observer(i, run)`` gives the i-th observer.
 
-    ``data`` is what :func:`rehearse` has loaded.
+    ``data`` are the data by their settings. Where some runs failed, a RunsFailedError says so when
+    all others are done.
     """
-    results = []
+    results, failures = list[Results](), list[Failure]()
     for i, run in enumerate(runs):
-        done = run.results
-        results.append(carry_out(run, observer(i, run), data) if done is None else done)
+        if (done := run.results) is None:
+            stopping.end_if_asked()
+            observe = observer(i, run)
+            try:
+                done = carry_out(run, observe, data[repr(run.settings.data)])
+            except BrokenPipeError:  # nobody is left who would listen
+                raise
+            except Exception as error:
+                reason, details = reason_of(error)
+                failures.append(Failure(run.folder.path, reason, details))
+                observe({"event": "finish", "status": "failed", "reason": reason})
+                continue
+        results.append(done)
+    if failures:
+        raise RunsFailedError(failures)
     return results
+
+
+def reason_of(error: Exception) -> tuple[str, str]:
+    """Why a run failed; of what nobody foresaw, the trace, too; a plug-in by its line."""
+    if isinstance(error, FedHarmonyError):
+        return str(error), ""
+    reason = f"{type(error).__name__}: {error}."
+    if place := plugin_place(error):
+        return f"The {place}: {reason}", ""
+    return reason, "".join(traceback.format_exception(error))
 
 
 def carry_out(
@@ -154,7 +189,7 @@ def carry_out(
     """
     if run.folder.holds_run():
         share = run.settings.engine.gpu_share or 1.0
-        return resume(run.folder, observe, device, data, gpu_share=share)
+        return resume(run.folder, observe, device, data, gpu_share=share, asked=run.settings)
     return start(run.settings, run.folder, observe, data)
 
 

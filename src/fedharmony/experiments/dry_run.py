@@ -8,6 +8,7 @@ from pathlib import Path
 
 from fedharmony.experiments.build import Contents, Draft, contents, draft
 from fedharmony.experiments.compare import Planned, plan
+from fedharmony.experiments.crowd import ALONE, Crowd
 from fedharmony.experiments.folder import RunFolder
 from fedharmony.experiments.machine import choose_device, switch_torch, with_threads
 from fedharmony.experiments.outlook import scratch_warning, seconds_each, work
@@ -33,12 +34,16 @@ class Group:
 
 @dataclass(frozen=True)
 class Plan:
-    """What a command would do: data, split, model and device in words, its runs, and warnings."""
+    """What a command would do: data, split, model and device in words, its runs, and warnings.
+
+    So many runs go on ``at_once``.
+    """
 
     folder: Path
     facts: dict[str, str]
     groups: tuple[Group, ...]
     warnings: tuple[str, ...] = ()
+    at_once: int = 1
 
 
 def plan_of_run(settings: Settings, folder: Path) -> Plan:
@@ -49,24 +54,30 @@ def plan_of_run(settings: Settings, folder: Path) -> Plan:
 
 
 def plan_of_comparison(
-    settings: Settings, labels: list[str], seeds: list[int], folder: Path
+    settings: Settings,
+    labels: list[str],
+    seeds: list[int],
+    folder: Path,
+    crowd: Crowd = ALONE,
+    against: str | None = None,
 ) -> Plan:
     """The plan of ``fedharmony compare``."""
-    return _plan(folder, plan(settings, labels, seeds, folder))
+    return _plan(folder, plan(settings, labels, seeds, folder, crowd, against), crowd)
 
 
-def plan_of_search(settings: Settings, labels: list[str], folder: Path) -> Plan:
+def plan_of_search(
+    settings: Settings, labels: list[str], folder: Path, crowd: Crowd = ALONE
+) -> Plan:
     """The plan of ``fedharmony tune``: how many trials there are, not which."""
-    search = Search(settings, labels, folder)
+    search = Search(settings, labels, folder, crowd)
     trials = {name: search.trial(name, search.rates()[0], {}) for name in search.methods}
-    return _plan(
-        folder, [trials[name] for name in search.methods for _ in range(search.count(name))]
-    )
+    counted = [trials[name] for name in search.methods for _ in range(search.count(name))]
+    return _plan(folder, counted, crowd)
 
 
-def plan_of_sweep(points: Sequence[Point], folder: Path) -> Plan:
+def plan_of_sweep(points: Sequence[Point], folder: Path, crowd: Crowd = ALONE) -> Plan:
     """The plan of ``fedharmony sweep``: what all points have in common, and the runs of each."""
-    plans = [_plan(folder, list(point.runs)) for point in points]
+    plans = [_plan(folder, list(point.runs), crowd) for point in points]
     facts = {
         name: words if all(plan.facts[name] == words for plan in plans) else "one for each point"
         for name, words in plans[0].facts.items()
@@ -77,10 +88,10 @@ def plan_of_sweep(points: Sequence[Point], folder: Path) -> Plan:
         for group in plan.groups
     )
     warnings = dict.fromkeys(warning for plan in plans for warning in plan.warnings)
-    return Plan(folder, facts, groups, tuple(warnings))
+    return Plan(folder, facts, groups, tuple(warnings), crowd.size)
 
 
-def _plan(folder: Path, runs: list[Planned]) -> Plan:
+def _plan(folder: Path, runs: list[Planned], crowd: Crowd = ALONE) -> Plan:
     settings = runs[0].settings
     switch_torch(settings.engine)
     data = contents(settings, complete=True)
@@ -93,7 +104,19 @@ def _plan(folder: Path, runs: list[Planned]) -> Plan:
     warnings = [drafted.blueprint.method.remark for drafted in drafts.values()]
     warnings.append(scratch_warning(first.blueprint, images) or "")
     groups = tuple(_group(label, runs, drafted, data) for label, drafted in drafts.items())
-    return Plan(folder, _facts(settings, first, data), groups, tuple(filter(None, warnings)))
+    facts = _facts(settings, first, data)
+    if crowd.size > 1:
+        facts |= _at_once(settings, crowd)
+    return Plan(folder, facts, groups, tuple(filter(None, warnings)), crowd.size)
+
+
+def _at_once(settings: Settings, crowd: Crowd) -> dict[str, str]:
+    engine = settings.engine
+    words = f"{crowd.size} runs, each in a process with {engine.threads} CPU threads"
+    if choose_device(engine.device).type == "cuda":
+        words += f" and up to {100 * (engine.gpu_share or 1):.0f} % of a GPU's memory"
+    places = {"device": ", ".join(crowd.devices)} if crowd.devices else {}
+    return {**places, "at once": f"{words}; each process has the data in its own memory"}
 
 
 def _group(label: str, runs: Iterable[Planned], drafted: Draft, data: Contents) -> Group:

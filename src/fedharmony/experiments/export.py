@@ -159,10 +159,10 @@ def config_of(model: TrainedModel, form: Form) -> dict[str, Any]:
     if isinstance(input, FeatureSpec):
         return {"fedharmony": {**own, "features": input.names, "width": input.width}}
     own["image_size"] = [input.height, input.width]
-    own["resize"] = model.resize.mode
+    own["resize"] = model.resize_mode
     if form.timm is None:
         return {"fedharmony": own}
-    crop = {"stretch": "squash", "crop": "center", "pad": "border"}[model.resize.mode]
+    crop = {"stretch": "squash", "crop": "center", "pad": "border"}[model.resize_mode]
     classifier = form.timm.pop("classifier")
     pretrained = {
         "num_classes": len(model.classes),

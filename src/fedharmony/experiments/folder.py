@@ -10,6 +10,7 @@ from __future__ import annotations
 
 import hashlib
 import json
+import logging
 import math
 import os
 import platform
@@ -30,12 +31,14 @@ import fedharmony
 from fedharmony.config import read_toml, to_toml
 from fedharmony.errors import CheckpointError, ConfigError
 from fedharmony.experiments.binding import Binding, changed
-from fedharmony.experiments.settings import Settings, compose
+from fedharmony.experiments.settings import KEPT, Settings, compose
 from fedharmony.files import is_ours, refuse_if_held, sole_writer
 from fedharmony.reading import parse_events
 from fedharmony.records import load_record, save_record, write_file
 from fedharmony.server.federation import Event
 from fedharmony.types import Record, Scalar, Tensors
+
+logger = logging.getLogger(__name__)
 
 
 @dataclass(frozen=True)
@@ -159,14 +162,29 @@ class RunFolder:
     def create(self, settings: Settings) -> None:
         """Write the settings: from now on the folder holds a run, which can be resumed."""
         self._refuse_run()  # another process may have been faster
+        self.note(settings)
+
+    def note(self, settings: Settings) -> None:
+        """Write the settings down."""
         write_file(self.config, to_toml(settings.tree()).encode())
 
     def refuse_other_settings(self, settings: Settings) -> None:
-        """Refuse a folder whose run has other settings."""
-        if self.holds_run() and self.open().sha256() != settings.sha256():
+        """Refuse a folder whose run has other settings; say what a finished one keeps otherwise."""
+        if not self.holds_run():
+            return
+        before = self.open()
+        if before.sha256() != settings.sha256():
             raise CheckpointError(
                 f"{self.path} holds a run with other settings. Choose another folder with --out, "
                 "or remove that one."
+            )
+        pairs = {name: (getattr(before.run, name), getattr(settings.run, name)) for name in KEPT}
+        other = [f"run.{name} = {a!r}, not {b!r}" for name, (a, b) in pairs.items() if a != b]
+        if other and self["results.json"].exists():
+            logger.warning(
+                "The run in %s is finished and stays as it is: %s. Remove the folder to have the "
+                "run repeated.",
+                *(self.path, "; ".join(other)),
             )
 
     def open(self) -> Settings:

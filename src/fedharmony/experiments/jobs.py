@@ -16,7 +16,6 @@ import os
 import signal
 import threading
 import time
-import traceback
 from collections import deque
 from collections.abc import Callable, Sequence
 from dataclasses import replace
@@ -28,14 +27,13 @@ import torch
 
 from fedharmony import stopping
 from fedharmony.data.base import DataSet
-from fedharmony.errors import Failure, FedHarmonyError, RunsFailedError, Stopped
+from fedharmony.errors import Failure, RunsFailedError, Stopped
 from fedharmony.experiments.build import Observer
-from fedharmony.experiments.compare import Planned, carry_out, rehearse
+from fedharmony.experiments.compare import Planned, carry_out, reason_of, rehearse
 from fedharmony.experiments.crowd import Crowd
 from fedharmony.experiments.evaluate import Results
 from fedharmony.experiments.folder import RunFolder
 from fedharmony.experiments.settings import compose
-from fedharmony.registry import plugin_place
 from fedharmony.server.federation import Event
 
 logger = logging.getLogger(__name__)
@@ -243,14 +241,10 @@ def _carry_out(
             held.clear()
             held[kind] = rehearse([run], send)
         results = carry_out(run, send, held[kind], device)
-    except FedHarmonyError as error:
-        pipe.send(("failed", (str(error), "")))
     except BrokenPipeError:  # nobody is left who would listen
         raise
     except Exception as error:
-        place, reason = plugin_place(error), f"{type(error).__name__}: {error}."
-        sent = (f"The {place}: {reason}", "") if place else (reason, traceback.format_exc())
-        pipe.send(("failed", sent))
+        pipe.send(("failed", reason_of(error)))
     else:
         pipe.send(("done", results))
 

@@ -77,7 +77,7 @@ def start(
         folder.refuse_if_taken(settings)
     if process_group().size == 1 and folder.goes_on(settings):
         logger.info("Going on with the run in %s.", folder.path)
-        return resume(folder, observe, data=data, build=build)
+        return resume(folder, observe, data=data, build=build, asked=settings)
     assembly = build(settings, None, data, observe)
     state = assembly.initial_state()  # what a method refuses, it refuses before a folder is made
     with _writing(folder):
@@ -94,16 +94,19 @@ def resume(
     data: DataSet | None = None,
     build: Build = assemble,
     gpu_share: float | None = None,
+    asked: Settings | None = None,
 ) -> Results:
     """Continue a run where its last checkpoint stands; on a CPU the result is the same to the bit.
 
     A completed run is left alone; its results are returned. On another ``device`` than the run
     began on, or with another part of a GPU's memory, results agree up to rounding. ``data`` saves
-    loading them once more.
+    loading them once more. What the run keeps, and where its files lie, is as ``asked`` now.
     """
-    settings = folder.open()
+    before = folder.open()
+    settings = before if asked is None else replace(asked, engine=before.engine)
     if process_group().leads:
         refuse_if_held(folder.path)
+    noted = settings
     engine = replace(
         settings.engine,
         device=device or settings.engine.device,
@@ -115,6 +118,8 @@ def resume(
     refuse_missing(settings.run.track)
     switch_torch(settings.engine)
     with _writing(folder):
+        if noted.tree() != before.tree() and process_group().leads:
+            folder.note(noted)
         if not folder.checkpoint.exists():  # killed before round 0
             folder.refuse_lost_checkpoint()
             assembly = build(settings, None, data, observe)

@@ -102,6 +102,10 @@ class RunSettings(Checked):
     track: tuple[str, ...] = ()
 
 
+#: Settings of a run that decide on what is kept and shown of it, and not on its results.
+KEPT = ("eval_every", "label", "plugins", "scores", "examples", "track")
+
+
 @dataclass(frozen=True)
 class DataSettings(Checked):
     """The data set; its own settings stand beside this one.
@@ -371,12 +375,36 @@ class Settings:
         sections["tune"] = {**tree_of(self.tune), **self.grids}
         return sections
 
-    def sha256(self) -> str:
-        """Identity of what is computed: other methods, engine, tuning, trackers do not count."""
-        tree = {k: v for k, v in self.tree().items() if k not in ("engine", "tune")}
-        tree["run"].pop("track", None)
+    def identity(self) -> Tree:
+        """What decides on the results, as sections.
+
+        How they are computed does not count, nor other methods, nor what is kept and shown of them.
+        Where files lie does not count, either: what they hold is bound to a run (``binding.py``).
+        """
+        idle = {"engine", "tune"} | (set() if self.privacy.active else {"privacy"})
+        tree: Tree = {k: dict(v) for k, v in self.tree().items() if k not in idle}
+        tree["run"] = {k: v for k, v in tree["run"].items() if k not in KEPT}
         tree["methods"] = tree["methods"].get(self.method_name, {})
-        return hashlib.sha256(json.dumps(tree, sort_keys=True).encode()).hexdigest()
+        for section, files in self.files().items():
+            tree[section] |= dict.fromkeys(files, "a file")
+        return tree
+
+    def files(self) -> dict[str, dict[str, str]]:
+        """Paths of files and folders, by section and setting; a model of the hub has none."""
+        configs: dict[str, Any] = {"data": self.data.own, "split": self.split.common}
+        configs |= {"model": self.model.own, "methods": self.method_config}
+        return {
+            section: {
+                name: path
+                for name in file_settings(type(config))
+                if Path(path := getattr(config, name) or "").is_absolute()
+            }
+            for section, config in configs.items()
+        }
+
+    def sha256(self) -> str:
+        """The identity as a hash."""
+        return hashlib.sha256(json.dumps(self.identity(), sort_keys=True).encode()).hexdigest()
 
 
 @dataclass(frozen=True)

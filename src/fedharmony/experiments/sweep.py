@@ -7,7 +7,7 @@ be stopped and repeated at any time, and extended by further values, methods or 
 from __future__ import annotations
 
 import itertools
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 
@@ -126,17 +126,6 @@ def rehearse(points: Sequence[Point], observe: Observer) -> dict[str, DataSet]:
         kind = repr(point.runs[0].settings.data)
         loaded[kind] = compare.rehearse(point.runs, observe, loaded.get(kind))
     return loaded
-
-
-def execute(
-    runs: Sequence[Planned],
-    observer: Callable[[int, Planned], Observer],
-    data: Mapping[str, DataSet],
-) -> None:
-    """Carry out all runs, one after the other; ``observer(i, run)`` gives the i-th observer."""
-    for i, run in enumerate(runs):
-        if run.results is None:
-            compare.carry_out(run, observer(i, run), data[repr(run.settings.data)])
 
 
 def write_index(out: Path, name: str, points: Sequence[Point]) -> None:

@@ -15,7 +15,7 @@ import numpy as np
 import torch
 
 from fedharmony.config import file_settings
-from fedharmony.data.cache import Resize
+from fedharmony.data.cache import Resize, ResizeMode
 from fedharmony.data.file_source import FileSource
 from fedharmony.errors import CheckpointError, DataError
 from fedharmony.experiments.blueprint import (
@@ -65,14 +65,18 @@ class TrainedModel:
         return np.array(chosen["per_label"], np.float64)
 
     @property
+    def resize_mode(self) -> ResizeMode:
+        """How the run's images came to their size; images that were made that way are stretched."""
+        own = self.settings.data.own
+        return own.resize if isinstance(own, FileSource.Config) else "stretch"
+
+    @property
     def resize(self) -> Resize:
-        """How the run's images became squares; images that were made that way are stretched."""
-        own, input = self.settings.data.own, self.facts.input
+        """How the run's image files became squares."""
+        input = self.facts.input
         if isinstance(input, FeatureSpec) or input.height != input.width or input.channels != 3:
             raise DataError(f"The model takes {input}; image files cannot be turned into these.")
-        if isinstance(own, FileSource.Config):
-            return Resize(own.image_size, own.resize)
-        return Resize(input.height)
+        return Resize(input.height, self.resize_mode)
 
 
 def describe(plan: Blueprint) -> dict[str, Any]:

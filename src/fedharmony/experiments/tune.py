@@ -97,11 +97,16 @@ class Search:
     def grid(self, method: str) -> dict[str, tuple[Any, ...]]:
         """The settings of a method that are searched, and their values.
 
-        A setting of the federation that a method may have for itself counts as one of its own:
-        ``federation.server_average``.
+        A common setting that a method may have for itself counts as one of its own:
+        ``federation.server_average``, ``train.weight_decay``.
         """
-        found = self.settings.grids.get(method) or methods[method].search
-        return {key: tuple(values) for key, values in flat(found).items()}
+        found = flat(self.settings.grids.get(method) or methods[method].search)
+        if "train.lr" in found:
+            raise ConfigError(
+                f"tune.{method}.train.lr: learning rates are searched first, for all methods "
+                "alike. Set tune.lr."
+            )
+        return {key: tuple(values) for key, values in found.items()}
 
     def trial(self, method: str, lr: float, changes: Mapping[str, Any]) -> Planned:
         """The run that tries a learning rate and values of settings."""
@@ -156,7 +161,7 @@ class Search:
         ``observer(i, run)`` gives the observer of the i-th trial, ``observe`` is that of what comes
         before the first.
         """
-        data = rehearse(list(self.plan()), observe)
+        loaded = {repr(self.settings.data): rehearse(list(self.plan()), observe)}
         trials: list[Trial] = []
         found: list[BestSettings] = []
 
@@ -164,7 +169,7 @@ class Search:
             first = len(trials)
             if workers is not None:
                 return workers.execute(runs, lambda i, run: observer(first + i, run))
-            return execute(runs, lambda i, run: observer(first + i, run), data)
+            return execute(runs, lambda i, run: observer(first + i, run), loaded)
 
         groups = [[method] for method in self.methods] if workers is None else [self.methods]
         with RunFolder(self.out).writing():
@@ -232,8 +237,9 @@ class Search:
     def _default(self, method: str, setting: str) -> Any:
         """The value of a setting where the search leaves it alone."""
         settings = self.settings.with_run(method)
-        _section, dot, key = setting.rpartition(".")
-        return getattr(settings.taking_part if dot else settings.method_config, key)
+        section, _, key = setting.rpartition(".")
+        homes = {"train": settings.training, "federation": settings.taking_part}
+        return getattr(homes.get(section, settings.method_config), key)
 
     def _write(self, found: Sequence[BestSettings], trials: Sequence[Trial]) -> None:
         RunFolder(self.out).write_json(
@@ -246,8 +252,9 @@ class Search:
             },
         )
         sections = {
-            f.method: nested({c.setting: c.value for c in f.choices if c.value is not None})
-            | {"train": {"lr": f.lr}}
+            f.method: nested(
+                {c.setting: c.value for c in f.choices if c.value is not None} | {"train.lr": f.lr}
+            )
             for f in found
         }
         head = (

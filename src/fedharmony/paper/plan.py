@@ -9,7 +9,7 @@ it is.
 from __future__ import annotations
 
 import json
-from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
 from pathlib import Path
 
@@ -18,17 +18,14 @@ from fedharmony.errors import (
     CheckpointError,
     ConfigError,
     DataError,
-    Failure,
     FedHarmonyError,
-    RunsFailedError,
     nearest,
 )
 from fedharmony.experiments.binding import changed
 from fedharmony.experiments.build import Observer
-from fedharmony.experiments.compare import Planned, carry_out, rehearse
+from fedharmony.experiments.compare import Planned, rehearse
 from fedharmony.experiments.crowd import ALONE, Crowd
 from fedharmony.experiments.folder import RunFolder, folder_name, make_folder
-from fedharmony.experiments.jobs import Workers
 from fedharmony.experiments.machine import with_threads
 from fedharmony.experiments.settings import Settings, load_settings
 from fedharmony.files import refuse_if_held
@@ -181,13 +178,10 @@ def refuse_other_runs(places: Sequence[Place]) -> None:
 
 
 def identity(settings: Settings) -> str:
-    """What a run computes, wherever its data and weights lie."""
-    idle = {"engine", "tune"} | (set() if settings.privacy.active else {"privacy"})
-    tree = {k: v for k, v in settings.tree().items() if k not in idle}
-    tree["data"] = {k: v for k, v in tree["data"].items() if k != "path"}
-    tree["model"] = {k: v for k, v in tree["model"].items() if k != "weights"}
-    tree["run"] = {k: v for k, v in tree["run"].items() if k not in ("track", "plugins")}
-    tree["methods"] = tree["methods"].get(settings.method_name, {})
+    """What decides on a run's results, wherever its data and weights come from."""
+    tree = settings.identity()
+    tree["data"].pop("path", None)
+    tree["model"].pop("weights", None)
     return json.dumps(tree, sort_keys=True)
 
 
@@ -219,30 +213,6 @@ def rehearsed(places: Sequence[Place], observe: Observer) -> dict[str, DataSet]:
         except FedHarmonyError as error:
             raise type(error)(f"{study} {name}: {error}") from error
     return loaded
-
-
-def execute(
-    places: Sequence[Place],
-    data: Mapping[str, DataSet],
-    observer: Callable[[int, Place], Observer],
-    workers: Workers | None,
-) -> None:
-    """Carry out what is not finished, one after the other or in several processes.
-
-    Where some failed, a RunsFailedError says so when all others are done.
-    """
-    if workers is not None:
-        workers.execute([p.run for p in places], lambda i, run: observer(i, places[i]))
-        return
-    failures = []
-    for i, place in enumerate(places):
-        if place.run.results is None:
-            try:
-                carry_out(place.run, observer(i, place), data[repr(place.run.settings.data)])
-            except FedHarmonyError as error:
-                failures.append(Failure(place.run.folder.path, str(error), ""))
-    if failures:
-        raise RunsFailedError(failures)
 
 
 def paths_of(scale: Scale, given: Sequence[str]) -> dict[str, str]:

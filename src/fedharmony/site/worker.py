@@ -171,7 +171,7 @@ class Worker:
         settings = self._accepted(about)
         folder = self._folder(about)
         if (before := _read_json(folder / "enrolled.json")) is not None:
-            self._refuse_changed(before, about)
+            self._refuse_changed(before, settings)
         # A rehearsal: whatever does not fit together is refused now, not in a round.
         own = {"client": 0, "unknown": self.data.train.known is not None}
         rehearsed = self._assembly(settings, {**about, **own})
@@ -179,7 +179,7 @@ class Worker:
         for round in range(settings.run.rounds):
             self.settings.policy.refuse_stages(rehearsed.blueprint.stages(round))
         folder.mkdir(parents=True, exist_ok=True)
-        enrolled = {"bound": self.binding, "settings": _sha(about["settings"])}
+        enrolled = {"bound": self.binding, "settings": settings.sha256()}
         write_file(folder / "enrolled.json", json.dumps(enrolled, indent=1).encode())
         logger.info("Enrolled in run %s: %s.", about["id"][:8], settings.label)
         found = {"unknown": own["unknown"], "bound": _sha(self.binding)}
@@ -205,14 +205,14 @@ class Worker:
         policy.refuse_few(self.images)
         return accepted(tree, self.settings.own_sections(), self.settings.files)
 
-    def _refuse_changed(self, before: Mapping[str, Any], about: Mapping[str, Any]) -> None:
+    def _refuse_changed(self, before: Mapping[str, Any], settings: Settings) -> None:
         """Refuse to go on with other data or settings than this site was enrolled with."""
         if parts := changed(before.get("bound", {}), self.binding):
             raise PolicyError(
                 f"the data of this site have changed since it was enrolled in this run: "
                 f"{', '.join(parts)}; put the old data back, or start a new run"
             )
-        if before.get("settings") != _sha(about["settings"]):
+        if before.get("settings") != settings.sha256():
             raise PolicyError("the settings are not those that this site was enrolled with")
 
     def _folder(self, about: Mapping[str, Any]) -> Path:
@@ -276,7 +276,7 @@ class Worker:
         before = _read_json(folder / "enrolled.json")
         if before is None:
             raise PolicyError("this site is not enrolled in this run; start the server again")
-        self._refuse_changed(before, about)
+        self._refuse_changed(before, settings)
         memory = ClientMemory(folder / "memory", self.settings.engine.memory_mb << 20)
         assembly = self._assembly(settings, about)
         plan = assembly.blueprint
