@@ -12,11 +12,14 @@ from pathlib import Path
 from typing import Any
 
 import numpy as np
-import tomli_w
 from safetensors.numpy import save_file
 
+from fedharmony.config import to_toml
+from fedharmony.experiments.settings import load_settings
 from fedharmony.rng import numpy_rng
 
+#: Test images.
+TEST = 1000
 METRICS = ("mAP", "O-mAP", "CP", "CR", "CF1", "OP", "OR", "OF1")
 METHODS = (
     "fedavg",
@@ -139,17 +142,11 @@ def write_fake_run(
     counts = np.minimum((shares * sizes[:, None]).round(), sizes[:, None]).astype(np.int64)
     parameters = 131_220
 
-    config: dict[str, Any] = {
-        "run": {"seed": seed, "device": "cpu", "evaluate_every": 1},
-        "data": {"name": "digits", "classes": classes, "image_size": 32},
-        "split": {"name": "labelset_dirichlet", "clients": clients, "gamma": 0.1, "seed": 0},
-        "model": {"name": "vit", "depth": 4, "width": 64, "seed": 0},
-        "train": {"epochs": 1, "batch_size": 16, "lr": 0.001},
-        "federation": {"rounds": rounds, "cohort": cohort, "drop_rate": 0.05},
-        "methods": {method: {"lambda": 1.0, "warmup": 5} if harmony else {}},
-        "metrics": {"threshold": 0.5, "empty_class": "skip"},
-    }
-    (folder / "config.toml").write_text(tomli_w.dumps(config), encoding="utf-8")
+    changes = [f"run.seed={seed}", f"run.rounds={rounds}", "federation.drop_rate=0.05"]
+    changes += [f"data.train={sizes.sum()}", f"data.test={TEST}", f"split.clients={clients}"]
+    demo = load_settings("demo", [*changes, f"federation.cohort={min(cohort, clients)}"])
+    config = (demo.central(seed) if method == "central" else demo.with_run(method)).tree()
+    (folder / "config.toml").write_text(to_toml(config), encoding="utf-8")
     _write_json(
         folder / "environment.json",
         {
@@ -177,7 +174,6 @@ def write_fake_run(
         },
     )
 
-    test_images = 1000
     lines: list[dict[str, Any]] = [
         {
             "event": "start",
@@ -189,9 +185,13 @@ def write_fake_run(
             "cohort": cohort,
             "classes": names,
             "train_images": int(sizes.sum()),
-            "test_images": test_images,
+            "test_images": TEST,
             "parameters": parameters,
+            "client_names": None,
             "device": "cpu",
+            "precision": "float32",
+            "compiled": False,
+            "graphs": False,
             "resumed_at": None,
         }
     ]
@@ -220,8 +220,8 @@ def write_fake_run(
                 "effective_clients": float(1 / (weights**2).sum()),
                 "cluster_agreement": 0.6 + 0.35 * progress,
             }
-        elif method == "fedprox":
-            log = {"proximal_term": 0.004 * math.exp(-index / 15) + 0.0004 * float(run.random())}
+        elif method == "fedcurv":
+            log = {"pull_strength": 0.004 * math.exp(-index / 15) + 0.0004 * float(run.random())}
         down, up = 4 * parameters * len(members), 4 * parameters * len(reported)
         lines.append(
             {
@@ -241,8 +241,10 @@ def write_fake_run(
                     }
                     for k in (*dropped, *failed)
                 ],
+                "saved": [],
                 "examples": examples,
                 "images": examples,
+                "padding": 0.0,
                 "seconds": spent,
                 "images_per_second": examples / spent,
                 "bytes_down": down,
@@ -271,10 +273,9 @@ def write_fake_run(
                 "event": "finish",
                 "time": "2026-01-05T10:59:59+00:00",
                 "status": status,
-                "round": done - 1,
                 "seconds": seconds,
-                "reason": None if status == "completed" else "stopped by the user (Ctrl-C)",
             }
+            | ({} if status == "completed" else {"reason": "stopped by Ctrl-C"})
         )
     (folder / "events.jsonl").write_text(
         "".join(json.dumps(line) + "\n" for line in lines), encoding="utf-8"
@@ -282,10 +283,10 @@ def write_fake_run(
     if not results:
         return folder
 
-    positives = np.maximum(1, (prevalence * test_images).astype(int))
+    positives = np.maximum(1, (prevalence * TEST).astype(int))
     positives[-1] = 0
     aps = np.clip(metrics["mAP"] + run.normal(0, 0.12, classes), 0.02, 0.99)
-    rate = float(positives.mean()) / test_images
+    rate = float(positives.mean()) / TEST
     _write_json(
         folder / "results.json",
         {
@@ -365,6 +366,8 @@ def write_fake_run(
 def _structure(level: float) -> dict[str, float | None]:
     level = min(1.0, max(0.0, level))
     return {
+        "n_pairs": 190,
+        "true_mean_abs": 0.12,
         "soft_rmse": 0.16 - 0.09 * level,
         "soft_pearson": 0.9 * level,
         "soft_mean_abs": 0.04 + 0.08 * level,

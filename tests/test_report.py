@@ -23,7 +23,11 @@ from PIL import Image
 from rich.console import Console
 
 from fake_run import METHODS, write_fake_comparison, write_fake_run
+from fedharmony.config import read_toml
 from fedharmony.errors import CheckpointError
+from fedharmony.experiments.folder import RunFolder
+from fedharmony.experiments.run import start
+from fedharmony.experiments.settings import load_settings
 from fedharmony.metrics import METRIC_NAMES
 from fedharmony.report import svg, words
 from fedharmony.report.charts import Picture, Row, Series, curve, dots, span
@@ -861,7 +865,7 @@ def test_what_is_missing_is_said(pages: Callable[[str], Path]) -> None:
     words = _words(pages("unfinished"))
     assert "This run has not finished: 11 of 30 rounds are in its log." in words
     words = _words(pages("interrupted"))
-    assert "This run was interrupted after 11 of 30 rounds: stopped by the user (Ctrl-C)." in words
+    assert "This run was interrupted after 11 of 30 rounds: stopped by Ctrl-C." in words
     assert "There is no mAP to report yet." in _words(pages("nothing"))
     words = _words(pages("many labels"))
     assert "The 40 most frequent of 119 labels are shown." in words
@@ -888,7 +892,7 @@ def test_the_comparison_page(cases: dict[str, Path], pages: Callable[[str], Path
         "Cost: time and traffic",
         "All failures",
         "Shared by all runs",
-        "fedharmony",  # the only method here with settings of its own
+        *METHODS,  # each with all settings of its own
         "Environment",
     ]
 
@@ -948,20 +952,12 @@ def test_comparison_folders_are_merged(tmp_path: Path) -> None:
     assert len(load([a, a]).runs) == 4  # naming a folder twice adds nothing
 
 
-def as_central(folder: Path) -> None:
-    config = (folder / "config.toml").read_text()
-    (folder / "config.toml").write_text(
-        config.replace("[federation]", "[federation]\ncentral = true")
-    )
-
-
 def test_central_training_stays_out_of_the_ranking(tmp_path: Path) -> None:
     """Central is best by far: the next one is called best, bold and compared with."""
     methods = ("fedavg", "fedprox", "central")
     folder = write_fake_comparison(tmp_path, methods, (0, 1), classes=5, rounds=3)
     for seed in (0, 1):
         place = folder / "central" / f"seed-{seed}"
-        as_central(place)
         results = json.loads((place / "results.json").read_text())
         results["metrics"]["mAP"] = 0.99
         (place / "results.json").write_text(json.dumps(results))
@@ -1248,3 +1244,38 @@ def test_names_stand_beside_their_rows() -> None:
     first, second, third = (float(y) for _, y, _ in found)
     assert second - first == pytest.approx(third - second, abs=0.02)
     assert second > first
+
+
+# -- the runs that these tests make up -------------------------------------------------------------
+
+
+def test_made_up_runs_hold_what_real_ones_do(tmp_path: Path) -> None:
+    """Settings and events key by key; of other files, nothing that no run writes."""
+    tiny = [
+        *("data.train=40", "data.test=16", "split.clients=3", "run.rounds=3"),
+        *("train.epochs=1", "engine.threads=1", "model.width=8", "model.depth=1", "model.heads=2"),
+        *("federation.cohort=2", "federation.drop_rate=0.05", "model.patch=16"),
+    ]
+    for method in ("fedavg", "fedharmony", "fedcurv"):
+        real, made_up = tmp_path / method, tmp_path / f"made up {method}"
+        settings = load_settings("demo", [*tiny, f"run.method={method}"])
+        start(settings, RunFolder(real), lambda event: None)
+        write_fake_run(made_up, method=method, rounds=3, clients=3, cohort=2)
+        assert names_in(read_toml(made_up / "config.toml")) == {
+            name for name in names_in(settings.tree()) if name != "engine.threads"
+        }
+        for name in ("environment.json", "split_report.json", "results.json"):
+            found, wanted = (names_in(json.loads((f / name).read_text())) for f in (made_up, real))
+            assert found <= wanted, name
+        logs: list[set[str]] = []
+        for folder in (made_up, real):
+            events = RunFolder(folder).read_events()
+            names = [names_in({**e, "weights": "weights" in e}, f"{e['event']}.") for e in events]
+            logs.append(set().union(*names))
+        assert logs[0] == logs[1]
+
+
+def names_in(tree: dict[str, Any], at: str = "") -> set[str]:
+    """The dotted names of all values of a tree."""
+    pairs = ((f"{at}{key}", value) for key, value in tree.items())
+    return set().union(*(names_in(v, f"{k}.") if isinstance(v, dict) else {k} for k, v in pairs))

@@ -18,7 +18,6 @@ _SENTENCES = {
     "normalisation_shift": "Distance of the mean of all images from the usual mean, in deviations.",
     "feature_norm": "Mean length of an image's features before they are put on the sphere.",
     "pull_strength": "Mean stiffness of the pull towards the other clients' models.",
-    "proximal_term": "Mean of the term that keeps clients near the server's model.",
 }
 
 
