@@ -244,7 +244,6 @@ class Federation:
                 event["privacy"] = self.noise.ledger.spent()
             observe(event)
             after_round(round, state)
-            stopping.end_if_asked()
         return state
 
     def _cohort(self, round: int) -> Sequence[int]:
