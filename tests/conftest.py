@@ -3,6 +3,8 @@
 Hypothesis times nothing: how long an example takes depends on what else the machine does.
 """
 
+import os
+
 import pytest
 import torch
 from hypothesis import HealthCheck, settings
@@ -20,3 +22,8 @@ def no_fallbacks_of_other_tests() -> None:
     """Each test counts its own, and sees their traces."""
     fallbacks.drain()
     fallbacks._traced.clear()
+
+
+def pytest_xdist_auto_num_workers() -> int:
+    """One for each core, eight at most. With ``--pdb`` xdist takes none."""
+    return min(os.cpu_count() or 1, 8)

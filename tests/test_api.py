@@ -174,14 +174,20 @@ def test_an_interrupted_run_goes_on(run: fh.Run, tmp_path: Path) -> None:
     assert call().results["state_sha256"] == run.results["state_sha256"]
 
 
-def test_a_run_without_a_folder_gets_a_new_one(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+def test_other_settings_and_other_arrays_get_a_folder_of_their_own(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
 ) -> None:
     monkeypatch.chdir(tmp_path)
     x, y = features(40)
-    for name in ("arrays-fedavg-seed0", "arrays-fedavg-seed0-2"):
-        found = fh.train(x, y, clients=2, method="fedavg", rounds=1, quiet=True)
-        assert found.folder == Path("runs") / name
+    trained = []
+    for inputs, rounds in [(x, 1), (x, 1), (x + 1, 1), (x, 2), (x + 1, 1)]:
+        found = fh.train(inputs, y, clients=2, method="fedavg", rounds=rounds, quiet=True)
+        trained.append(found.folder.name.removeprefix("arrays-fedavg-seed0"))
+    assert trained == ["", "", "-2", "-3", "-2"]
+    assert "arrays-fedavg-seed0 is occupied by other settings or data: using" in caplog.text
+    given = {"methods": ["fedavg"], "clients": 2, "rounds": 1, "quiet": True}
+    compared = [fh.compare(inputs, y, **given).folder.name for inputs in (x, x, x + 1)]
+    assert compared == ["arrays-comparison", "arrays-comparison", "arrays-comparison-2"]
 
 
 def test_arrays_are_not_kept(run: fh.Run, tmp_path: Path) -> None:

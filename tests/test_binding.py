@@ -416,12 +416,14 @@ def test_an_event_after_a_torn_one_stands_on_a_line_of_its_own(folder: RunFolder
 def test_the_same_command_goes_on(stopped: Path, tmp_path: Path) -> None:
     command = ["run", "demo", *TINY, "run.method=fedcurv", "--quiet", "--out"]
     shutil.copytree(stopped, tmp_path / "cut")
-    assert "already holds a run" in refuse(tmp_path, *command, "cut", "train.lr=0.1")
+    assert "holds a run with other settings" in refuse(tmp_path, *command, "cut", "train.lr=0.1")
     succeed(tmp_path, *command, "cut")
     succeed(tmp_path, *command, "whole")
     found = [results(tmp_path / name)["state_sha256"] for name in ("cut", "whole")]
     assert found[0] == found[1]
-    assert "already holds a run" in refuse(tmp_path, *command, "cut")
+    binding = tmp_path / "cut" / "results.json"
+    binding.write_text(binding.read_text().replace('"training labels": "', '"training labels": "0'))
+    assert "Changed since: training labels" in refuse(tmp_path, *command, "cut")
 
 
 def test_the_number_of_threads_is_fixed_when_a_run_starts(

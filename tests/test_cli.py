@@ -12,6 +12,8 @@ import signal
 import subprocess
 import sys
 import time
+import typing
+from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 from unittest import mock
@@ -19,7 +21,7 @@ from unittest import mock
 import pytest
 
 import fedharmony
-from fedharmony.cli import main
+from fedharmony.cli import app, main
 from fedharmony.experiments.settings import load_settings
 
 #: A run of a few seconds with the demo's model and data.
@@ -266,6 +268,27 @@ def test_help_teaches(tmp_path: Path) -> None:
     assert succeed(tmp_path, "--version").strip() == f"fedharmony {fedharmony.__version__}"
 
 
+def commands(app: Any, words: tuple[str, ...] = ()) -> Iterator[tuple[tuple[str, ...], Any]]:
+    """The words and the function of every command."""
+    for info in app.registered_commands:
+        yield (*words, info.name or info.callback.__name__), info.callback
+    for group in app.registered_groups:
+        yield from commands(group.typer_instance, (*words, group.typer_instance.info.name))
+
+
+@pytest.mark.parametrize("command", commands(app), ids=lambda pair: " ".join(pair[0]))
+def test_help_has_the_text_of_every_argument_and_option(
+    command: tuple[tuple[str, ...], Any], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Typer < 0.26 with click 8.5 loses the texts of all positional arguments."""
+    monkeypatch.setenv("COLUMNS", "400")
+    page = " ".join(succeed(tmp_path, *command[0], "--help").split())
+    for hint in typing.get_type_hints(command[1], include_extras=True).values():
+        for info in getattr(hint, "__metadata__", ()):
+            assert info.help
+            assert " ".join(info.help.replace("`", "").split()) in page
+
+
 # -- bad input ------------------------------------------------------------------------------------
 
 
@@ -351,10 +374,43 @@ def test_bad_files(tmp_path: Path) -> None:
 
 def test_a_folder_with_another_run_is_left_alone(finished: Path) -> None:
     before = {p.name: p.read_bytes() for p in finished.iterdir()}
-    error = refuse(finished, "run", "demo", *SMALL, "--out", str(finished))
-    assert "already holds a run" in error
-    assert "fedharmony resume" in error
+    error = refuse(finished, "run", "demo", *SMALL, "train.lr=0.5", "--out", str(finished))
+    assert "holds a run with other settings" in error
+    assert "--out" in error
     assert {p.name: p.read_bytes() for p in finished.iterdir()} == before
+
+
+@pytest.mark.parametrize("name", ["run", "compare", "sweep", "tune"])
+def test_the_same_command_again(
+    name: str, tmp_path: Path, caplog: pytest.LogCaptureFixture
+) -> None:
+    """Finished already: the same table. Other settings: the next free folder, in one line."""
+    words = [name, "demo", *SMALL, "run.rounds=1"]
+    words += {"run": ["run.method=fedavg"], "sweep": ["split.gamma=0.5,1"]}.get(name, [])
+    words += [] if name == "run" else ["--methods", "fedavg"]
+    words += ["--seeds", "0"] if name in ("compare", "sweep") else []
+    first, again = succeed(tmp_path, *words), succeed(tmp_path, *words)
+    (usual,) = (tmp_path / "runs").iterdir()
+    stamps = {path: path.stat().st_mtime_ns for path in usual.rglob("checkpoint.safetensors")}
+    assert again.splitlines()[-3:] == first.splitlines()[-3:]
+    assert "occupied" not in caplog.text
+    succeed(tmp_path, *words, "train.weight_decay=0.5")
+    line = f"runs/{usual.name} is occupied by other settings or data: using runs/{usual.name}-2."
+    assert caplog.messages.count(line) == 1
+    assert sorted(p.name for p in usual.parent.iterdir()) == [usual.name, f"{usual.name}-2"]
+    assert stamps == {path: path.stat().st_mtime_ns for path in stamps}
+
+
+def test_the_demo_compares_like_with_like(tmp_path: Path) -> None:
+    """Each method by itself, and each with ``plus``; what that is stands beside the numbers."""
+    with mock.patch("fedharmony.cli_run.compare") as compare:
+        succeed(tmp_path, "demo")
+    assert compare.call_args.args[2] == "fedavg,fedharmony,fedavg:plus,fedharmony:plus"
+    assert "a head solved in closed form" in succeed(tmp_path, "demo", "--help")
+    words = ["compare", "demo", *SMALL, "run.rounds=1", "--methods", "fedavg:plus", "--seeds", "0"]
+    assert "plus: starts with a head solved" in " ".join(succeed(tmp_path, *words).split())
+    page = tmp_path / "runs" / "demo-comparison" / "report.html"
+    assert "plus: starts with a head solved" in page.read_text()
 
 
 def test_a_folder_with_other_files_is_left_alone(tmp_path: Path) -> None:

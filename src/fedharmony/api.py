@@ -21,7 +21,7 @@ from typing import Any
 import numpy as np
 import numpy.typing as npt
 
-from fedharmony.config import built_in_configs, flat, nested
+from fedharmony.config import built_in_configs, flat, nested, refuse_chosen
 from fedharmony.data.arrays import data_set, in_order, inputs_of, labels_of, refuse_other_rows
 from fedharmony.data.base import DataSet, datasets
 from fedharmony.data.table import UNKNOWN
@@ -35,7 +35,7 @@ from fedharmony.experiments.compare import (
     rehearse,
     write_index,
 )
-from fedharmony.experiments.folder import RunFolder, folder_name, unused
+from fedharmony.experiments.folder import RunFolder, choose_folder, folder_name
 from fedharmony.experiments.init import fitting
 from fedharmony.experiments.machine import with_threads
 from fedharmony.experiments.predict import Rule, predictions
@@ -219,8 +219,8 @@ def train(
         classes: The names of the labels.
         settings: Further settings by their names, ``{"train.lr": 0.01}`` or ``{"train": {"lr":
             0.01}}``; docs/settings.md lists them all.
-        out: The folder of the run; by default a new one in ``runs``. With a folder that holds the
-            same run already, that one is continued, or returned if it is finished.
+        out: The folder of the run; by default the first in ``runs`` without another run. The same
+            run there (settings and data) is continued, or returned if it is finished.
         device: ``"cpu"``, ``"cuda"``, …; by default CUDA where there is one.
         quiet: Print nothing.
 
@@ -233,14 +233,15 @@ def train(
     given = {"run.method": method, "run.rounds": rounds, "run.seed": seed, "model.seed": seed}
     name, composed, data = _prepare(images, labels, clients, test, classes, settings, given, device)
     composed = with_threads(composed)
-    folder = f"{name}-{folder_name(composed.label)}-seed{composed.run.seed}"
-    place = Path(out) if out is not None else unused(Path("runs") / folder)
-    planned = Planned(composed, RunFolder(place))
-    planned.folder.refuse_other_settings(composed)
+    usual = Path("runs") / f"{name}-{folder_name(composed.label)}-seed{composed.run.seed}"
     with Progress(quiet=quiet) as progress:
-        data = rehearse([planned], progress, data)
-        if planned.results is None:
-            carry_out(planned, progress, data)
+        place, (runs, loaded) = choose_folder(
+            out,
+            usual,
+            lambda at: (runs := [Planned(composed, RunFolder(at))], rehearse(runs, progress, data)),
+        )
+        if runs[0].results is None:
+            carry_out(runs[0], progress, loaded)
     return Run(place, device)
 
 
@@ -267,15 +268,22 @@ def compare(
     Arguments are those of :func:`train`, and these: ``methods`` are ``"name"``, ``"name:preset"``,
     ``"all"``, or ``"central"`` for training in one place; ``seeds`` are of run and initial model;
     ``against`` names the method from which the distance of all others is shown, with intervals.
-    Runs that the folder ``out`` holds already are kept, unfinished ones continued.
+    Runs that the folder holds already are kept, unfinished ones continued.
     """
+    refuse_chosen(flat(settings or {}))
     name, composed, data = _prepare(
         *(images, labels, clients, test, classes, settings, {"run.rounds": rounds}, device)
     )
-    place = Path(out) if out is not None else unused(Path("runs") / f"{name}-comparison")
-    planned = plan(composed, methods, seeds, place, against=against)
+    usual = Path("runs") / f"{name}-comparison"
     with Progress(quiet=quiet) as progress:
-        data = rehearse(planned, progress, data)
+        place, (planned, loaded) = choose_folder(
+            out,
+            usual,
+            lambda at: (
+                runs := plan(composed, methods, seeds, at, against=against),
+                rehearse(runs, progress, data),
+            ),
+        )
 
         def observer(i: int, run: Planned) -> Observer:
             title, rounds = f"{run.label} seed {run.seed}", run.settings.run.rounds
@@ -284,7 +292,7 @@ def compare(
         with RunFolder(place).writing():
             write_index(place, name, planned, against)
             try:
-                execute(planned, observer, {repr(composed.data): data})
+                execute(planned, observer, {repr(composed.data): loaded})
             finally:
                 if any(run.results for run in planned):
                     write_tables(read_runs(place))

@@ -20,7 +20,7 @@ from fedharmony import stopping
 from fedharmony.cli_crowd import crowd_of, progress_of, workers_of
 from fedharmony.cli_guard import repeatable
 from fedharmony.cli_options import Devices, Jobs, Quiet, changes_of, usable
-from fedharmony.config import in_toml, machine_memory
+from fedharmony.config import in_toml, machine_memory, refuse_chosen
 from fedharmony.errors import ConfigError, FedHarmonyError, RunsFailedError
 from fedharmony.experiments.crowd import ALONE, Crowd
 from fedharmony.report.progress import Observer, duration
@@ -71,6 +71,7 @@ def reproduce(
     from fedharmony.paper.item import all_items, items
     from fedharmony.paper.scale import scale_of
 
+    refuse_chosen(names or ())
     chosen, every = scale_of(scale), all_items()
     if seeds is not None:
         studies = tuple(replace(study, seeds=seeds) for study in chosen.studies)
@@ -294,10 +295,10 @@ def _memory(left: Sequence[Place], jobs: Sequence[Job]) -> list[str]:
 
 def _on_cpu(left: Sequence[Place]) -> list[str]:
     """How long it takes without a GPU, from one timed step of the first run."""
-    from fedharmony.experiments.dry_run import plan_of_run
+    from fedharmony.experiments.dry_run import plan_of_runs
 
     first = left[0]
-    (run,) = plan_of_run(first.run.settings, first.run.folder.path / "plan").groups
+    (run,) = plan_of_runs(first.run.folder.path, [first.run]).groups
     if run.seconds is None:
         return []
     whole = run.seconds * sum(place.part.cost for place in left) / first.part.cost

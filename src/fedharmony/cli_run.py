@@ -35,8 +35,9 @@ from fedharmony.cli_options import (
 )
 from fedharmony.cli_report import show_folder, show_runs
 from fedharmony.cli_settings import print_plan
+from fedharmony.config import refuse_chosen
 from fedharmony.errors import ConfigError, RunsFailedError
-from fedharmony.experiments.crowd import ALONE, Crowd
+from fedharmony.experiments.crowd import Crowd
 from fedharmony.report.progress import Observer, Progress
 from fedharmony.terminal import columns, console, say
 
@@ -69,18 +70,21 @@ def run(
     Example: `fedharmony run demo run.method=fedavg run.rounds=5`
 
     The run folder (by default `runs/CONFIG-METHOD-seedN`) holds config, environment, partition,
-    one JSON line per event, a checkpoint after every round, results and report.
+    one JSON line per event, a checkpoint after every round, results and report. The same command
+    again continues the run, or shows it if it is finished; other settings get another folder.
     """
     settings = settings_of(config, overrides, device, plugin)
     start = _start(on)
-    from fedharmony.experiments.folder import RunFolder, folder_name
+    from fedharmony.experiments.folder import RunFolder, choose_folder, folder_name
 
     method = folder_name(settings.label)
-    folder = out or Path("runs") / f"{Path(config).stem}-{method}-seed{settings.run.seed}"
+    usual = Path("runs") / f"{Path(config).stem}-{method}-seed{settings.run.seed}"
+    folder, _ = choose_folder(out, usual, lambda at: RunFolder(at).refuse_if_taken(settings))
     if dry_run:
-        from fedharmony.experiments.dry_run import plan_of_run
+        from fedharmony.experiments.compare import Planned
+        from fedharmony.experiments.dry_run import plan_of_runs
 
-        return print_plan(plan_of_run(settings, folder))
+        return print_plan(plan_of_runs(folder, [Planned(settings, RunFolder(folder))]))
     return _carry_out(folder, quiet, lambda o: start(settings, RunFolder(folder), o))
 
 
@@ -155,16 +159,29 @@ def compare(
     extended. With `--jobs N`, N runs go on at once and share the CPU threads. The table (mean ± sd)
     is printed and written as table.md, table.csv and table.tex.
     """
+    refuse_chosen(overrides or ())
     crowd = crowd_of("compare", jobs, device)
     settings = settings_of(config, overrides, crowd.device, plugin)
-    folder = out or Path("runs") / f"{Path(config).stem}-comparison"
-    names, numbers = words_of(method_list), _numbers(seeds)
-    if dry_run:
-        from fedharmony.experiments.dry_run import plan_of_comparison
+    from fedharmony.experiments import compare as comparison
+    from fedharmony.experiments.folder import choose_folder
+    from fedharmony.experiments.sweep import Point
 
-        print_plan(plan_of_comparison(settings, names, numbers, folder, crowd, against))
-    else:
-        _compare(settings, Path(config).stem, names, numbers, folder, quiet, crowd, against)
+    usual = Path("runs") / f"{Path(config).stem}-comparison"
+    names, numbers = words_of(method_list), _numbers(seeds)
+    folder, planned = choose_folder(
+        out, usual, lambda at: comparison.plan(settings, names, numbers, at, crowd, against)
+    )
+    if dry_run:
+        from fedharmony.experiments.dry_run import plan_of_runs
+
+        return print_plan(plan_of_runs(folder, planned, crowd))
+    index = partial(comparison.write_index, folder, Path(config).stem, planned, against)
+    trained, failed = _train([Point({}, folder, planned)], folder, quiet, crowd, index)
+    for runs in trained:
+        show_runs(runs, quiet)
+    if failed is not None:
+        raise failed
+    return None
 
 
 def sweep(
@@ -189,12 +206,16 @@ def sweep(
     """
     crowd = crowd_of("sweep", jobs, device)
     from fedharmony.experiments import sweep as sweeps
+    from fedharmony.experiments.folder import choose_folder
     from fedharmony.report.sweep import table_of, write_sweep
 
     changes = changes_of(overrides, crowd.device, plugin)
-    folder = out or Path("runs") / f"{Path(config).stem}-sweep"
-    numbers = _numbers(seeds)
-    points = sweeps.plan(config, changes, words_of(method_list), numbers, folder, crowd)
+    names, numbers = words_of(method_list), _numbers(seeds)
+    folder, points = choose_folder(
+        out,
+        Path("runs") / f"{Path(config).stem}-sweep",
+        lambda at: sweeps.plan(config, changes, names, numbers, at, crowd),
+    )
     if dry_run:
         from fedharmony.experiments.dry_run import plan_of_sweep
 
@@ -237,16 +258,18 @@ def tune(
     config: `fedharmony compare demo tuned/tuned.toml --methods fedavg,fedprox`. Finished trials are
     kept, so the same command can be repeated or extended.
     """
+    refuse_chosen(overrides or (), ("run.method",))
     crowd = crowd_of("tune", jobs, device)
+    from fedharmony.experiments.folder import choose_folder
     from fedharmony.experiments.tune import CRITERION, Search
 
-    settings = settings_of(config, overrides, crowd.device, plugin)
-    folder = out or Path("runs") / f"{Path(config).stem}-tuned"
+    settings, names = settings_of(config, overrides, crowd.device, plugin), words_of(method_list)
+    usual = Path("runs") / f"{Path(config).stem}-tuned"
+    folder, search = choose_folder(out, usual, lambda at: Search(settings, names, at, crowd))
     if dry_run:
         from fedharmony.experiments.dry_run import plan_of_search
 
-        return print_plan(plan_of_search(settings, words_of(method_list), folder, crowd))
-    search = Search(settings, words_of(method_list), folder, crowd)
+        return print_plan(plan_of_search(search))
     with progress_of(crowd, quiet) as progress, repeatable(folder), workers_of(crowd) as workers:
 
         def observer(i: int, planned: Planned) -> Observer:
@@ -279,39 +302,14 @@ def demo(
     device: Device = None,
     quiet: Quiet = False,
 ) -> None:
-    """FedAvg, FedHarmony and FedHarmony:plus side by side, on data the package makes itself.
+    """FedAvg and FedHarmony side by side, each also as `:plus`, on data the package makes itself.
 
+    With `plus` a method starts with a head solved in closed form and ends with an averaged model.
     Needs no data and no network and takes about two minutes on two CPU cores.
     """
-    overrides = [] if rounds is None else [f"run.rounds={rounds}"]
-    settings = settings_of("demo", overrides, device, None)
-    from fedharmony.experiments.folder import unused
-
-    folder = out or unused(Path("runs") / "demo")
-    names = ["fedavg", "fedharmony", "fedharmony:plus"]
-    _compare(settings, "demo", names, _numbers(seeds), folder, quiet)
-
-
-def _compare(
-    settings: Settings,
-    name: str,
-    labels: Sequence[str],
-    seeds: Sequence[int],
-    folder: Path,
-    quiet: bool,
-    crowd: Crowd = ALONE,
-    against: str | None = None,
-) -> None:
-    from fedharmony.experiments import compare as comparison
-    from fedharmony.experiments.sweep import Point
-
-    planned = comparison.plan(settings, labels, seeds, folder, crowd, against)
-    index = partial(comparison.write_index, folder, name, planned, against)
-    found, failed = _train([Point({}, folder, planned)], folder, quiet, crowd, index)
-    for runs in found:
-        show_runs(runs, quiet)
-    if failed is not None:
-        raise failed
+    changes = [] if rounds is None else [f"run.rounds={rounds}"]
+    names = "fedavg,fedharmony,fedavg:plus,fedharmony:plus"
+    compare("demo", changes, names, seeds, out=out, device=device, quiet=quiet)
 
 
 def _train(

@@ -110,6 +110,23 @@ def parse_override(text: str) -> tuple[list[str], Any]:
     return path, read["value"] if len(read) == 1 else value.strip()
 
 
+#: Settings that options decide where several runs are compared.
+CHOSEN = {"run.method": "--methods", "run.seed": "--seeds", "model.seed": "--seeds"}
+
+
+def refuse_chosen(changes: Iterable[str], chosen: Iterable[str] = CHOSEN) -> None:
+    """Refuse ``section.key=value`` that would have no effect, because an option decides it.
+
+    >>> refuse_chosen(["train.lr=0.1", "run.rounds=3"])
+    """
+    for change in changes:
+        if (key := change.partition("=")[0].strip()) in chosen:
+            raise ConfigError(
+                f"{shown(change)}: {key} is not set here, it is chosen with {CHOSEN[key]} (in "
+                f"Python: {CHOSEN[key].removeprefix('--')}=[…]). Give that in place of the setting."
+            )
+
+
 def _absolute(path: str) -> str:
     """The same file from any folder; what is no file here (a model's name) stays as it is."""
     found = user_path(path)

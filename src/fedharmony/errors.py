@@ -39,6 +39,10 @@ class CheckpointError(FedHarmonyError):
     """A checkpoint or run folder cannot be read, written, or continued."""
 
 
+class OccupiedError(CheckpointError):
+    """A folder holds other files, or a run with other settings or other data."""
+
+
 class TransportError(FedHarmonyError):
     """A message between a server and a site cannot be sent, read, or believed."""
 

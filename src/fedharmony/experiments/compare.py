@@ -100,7 +100,9 @@ def plan(
     if against is not None:
         refuse_reference(against, {run.label for run in runs})
     for run in runs:
-        run.folder.refuse_other_settings(run.settings)
+        run.folder.refuse_if_taken(run.settings)
+    if against is not None:
+        refuse_reference(against, {run.label for run in runs})
     return runs
 
 
@@ -126,6 +128,7 @@ def rehearse(runs: Sequence[Planned], observe: Observer, data: DataSet | None = 
     for run in runs:
         stopping.end_if_asked()
         refuse_missing(run.settings.run.track)
+        run.folder.refuse_if_taken(run.settings)
         refuse_if_held(run.folder.path)
         kind = repr((run.label, run.settings.method_config))
         if kind not in built:

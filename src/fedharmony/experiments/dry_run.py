@@ -7,10 +7,9 @@ from dataclasses import dataclass, replace
 from pathlib import Path
 
 from fedharmony.experiments.build import Contents, Draft, contents, draft
-from fedharmony.experiments.compare import Planned, plan
+from fedharmony.experiments.compare import Planned
 from fedharmony.experiments.crowd import ALONE, Crowd
-from fedharmony.experiments.folder import RunFolder
-from fedharmony.experiments.machine import choose_device, switch_torch, with_threads
+from fedharmony.experiments.machine import choose_device, switch_torch
 from fedharmony.experiments.outlook import scratch_warning, seconds_each, work
 from fedharmony.experiments.settings import Settings
 from fedharmony.experiments.sweep import Point
@@ -46,38 +45,16 @@ class Plan:
     at_once: int = 1
 
 
-def plan_of_run(settings: Settings, folder: Path) -> Plan:
-    """The plan of ``fedharmony run``."""
-    settings = with_threads(settings)
-    RunFolder(folder).refuse_if_taken(settings)
-    return _plan(folder, [Planned(settings, RunFolder(folder))])
-
-
-def plan_of_comparison(
-    settings: Settings,
-    labels: list[str],
-    seeds: list[int],
-    folder: Path,
-    crowd: Crowd = ALONE,
-    against: str | None = None,
-) -> Plan:
-    """The plan of ``fedharmony compare``."""
-    return _plan(folder, plan(settings, labels, seeds, folder, crowd, against), crowd)
-
-
-def plan_of_search(
-    settings: Settings, labels: list[str], folder: Path, crowd: Crowd = ALONE
-) -> Plan:
+def plan_of_search(search: Search) -> Plan:
     """The plan of ``fedharmony tune``: how many trials there are, not which."""
-    search = Search(settings, labels, folder, crowd)
     trials = {name: search.trial(name, search.rates()[0], {}) for name in search.methods}
     counted = [trials[name] for name in search.methods for _ in range(search.count(name))]
-    return _plan(folder, counted, crowd)
+    return plan_of_runs(search.out, counted, search.crowd)
 
 
 def plan_of_sweep(points: Sequence[Point], folder: Path, crowd: Crowd = ALONE) -> Plan:
     """The plan of ``fedharmony sweep``: what all points have in common, and the runs of each."""
-    plans = [_plan(folder, list(point.runs), crowd) for point in points]
+    plans = [plan_of_runs(folder, point.runs, crowd) for point in points]
     facts = {
         name: words if all(plan.facts[name] == words for plan in plans) else "one for each point"
         for name, words in plans[0].facts.items()
@@ -91,7 +68,8 @@ def plan_of_sweep(points: Sequence[Point], folder: Path, crowd: Crowd = ALONE) -
     return Plan(folder, facts, groups, tuple(warnings), crowd.size)
 
 
-def _plan(folder: Path, runs: list[Planned], crowd: Crowd = ALONE) -> Plan:
+def plan_of_runs(folder: Path, runs: Sequence[Planned], crowd: Crowd = ALONE) -> Plan:
+    """The plan of ``fedharmony run`` and ``compare``."""
     settings = runs[0].settings
     switch_torch(settings.engine)
     data = contents(settings, complete=True)

@@ -16,12 +16,12 @@ import os
 import platform
 import shlex
 import sys
-from collections.abc import Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager
 from dataclasses import dataclass
 from datetime import UTC, datetime
 from pathlib import Path
-from typing import Any
+from typing import Any, TypeVar
 
 import numpy as np
 import safetensors.torch
@@ -29,16 +29,18 @@ import torch
 
 import fedharmony
 from fedharmony.config import read_toml, to_toml
-from fedharmony.errors import CheckpointError, ConfigError
+from fedharmony.errors import CheckpointError, ConfigError, OccupiedError
 from fedharmony.experiments.binding import Binding, changed
 from fedharmony.experiments.settings import KEPT, Settings, compose
-from fedharmony.files import is_ours, refuse_if_held, sole_writer
+from fedharmony.files import is_ours, sole_writer
 from fedharmony.reading import parse_events
 from fedharmony.records import load_record, save_record, write_file
 from fedharmony.server.federation import Event
+from fedharmony.terminal import warn_once
 from fedharmony.types import Record, Scalar, Tensors
 
 logger = logging.getLogger(__name__)
+T = TypeVar("T")
 
 
 @dataclass(frozen=True)
@@ -122,34 +124,31 @@ class RunFolder:
         """Whether a run has been started here."""
         return self.config.exists()
 
-    def goes_on(self, settings: Settings) -> bool:
-        """Whether the same command was cut short here: these settings, and no report yet."""
-        return (
-            self.holds_run()
-            and not self["report.html"].exists()
-            and self.open().sha256() == settings.sha256()
-        )
-
     def refuse_if_taken(self, settings: Settings) -> None:
-        """Never write over another run, nor into a folder with other files.
+        """Never write over a run with other settings, nor into a folder with other files.
 
-        What the same command left here when it was cut short is no obstacle.
+        Say what a finished run keeps otherwise than it is asked for now.
         """
-        refuse_if_held(self.path)
-        if self.goes_on(settings):
-            return
-        self._refuse_run()
         here = self.path
-        if here.exists() and not (here.is_dir() and all(map(is_ours, here.iterdir()))):
-            raise CheckpointError(
-                f"{self.path} exists and is not an empty folder. Choose another with --out."
-            )
-
-    def _refuse_run(self) -> None:
         if self.holds_run():
-            raise CheckpointError(
-                f"{self.path} already holds a run. Continue it with 'fedharmony resume "
-                f"{shlex.quote(str(self.path))}', or choose another folder with --out."
+            before = self.open()
+            if before.sha256() != settings.sha256():
+                raise OccupiedError(
+                    f"{here} holds a run with other settings. Choose another folder with --out, "
+                    "or remove that one."
+                )
+            pairs = {
+                name: (getattr(before.run, name), getattr(settings.run, name)) for name in KEPT
+            }
+            other = [f"run.{name} = {a!r}, not {b!r}" for name, (a, b) in pairs.items() if a != b]
+            if other and self["results.json"].exists():
+                warn_once(
+                    f"The run in {here} is finished and stays as it is: {'; '.join(other)}. Remove "
+                    "the folder to have the run repeated."
+                )
+        elif here.exists() and not (here.is_dir() and all(map(is_ours, here.iterdir()))):
+            raise OccupiedError(
+                f"{here} exists and is not an empty folder. Choose another with --out."
             )
 
     @contextmanager
@@ -161,31 +160,16 @@ class RunFolder:
 
     def create(self, settings: Settings) -> None:
         """Write the settings: from now on the folder holds a run, which can be resumed."""
-        self._refuse_run()  # another process may have been faster
+        if self.holds_run():  # another process was faster, or torchrun gave the command again
+            raise CheckpointError(
+                f"{self.path} already holds a run. Continue it with 'fedharmony resume "
+                f"{shlex.quote(str(self.path))}', or choose another folder with --out."
+            )
         self.note(settings)
 
     def note(self, settings: Settings) -> None:
         """Write the settings down."""
         write_file(self.config, to_toml(settings.tree()).encode())
-
-    def refuse_other_settings(self, settings: Settings) -> None:
-        """Refuse a folder whose run has other settings; say what a finished one keeps otherwise."""
-        if not self.holds_run():
-            return
-        before = self.open()
-        if before.sha256() != settings.sha256():
-            raise CheckpointError(
-                f"{self.path} holds a run with other settings. Choose another folder with --out, "
-                "or remove that one."
-            )
-        pairs = {name: (getattr(before.run, name), getattr(settings.run, name)) for name in KEPT}
-        other = [f"run.{name} = {a!r}, not {b!r}" for name, (a, b) in pairs.items() if a != b]
-        if other and self["results.json"].exists():
-            logger.warning(
-                "The run in %s is finished and stays as it is: %s. Remove the folder to have the "
-                "run repeated.",
-                *(self.path, "; ".join(other)),
-            )
 
     def open(self) -> Settings:
         """The settings of the run that is already here."""
@@ -215,7 +199,7 @@ class RunFolder:
     def refuse_other_material(self, before: Mapping[str, Any], found: Binding) -> None:
         """Refuse to go on with, or to reuse, what was made of other data than are there now."""
         if parts := changed(before, found):
-            raise CheckpointError(
+            raise OccupiedError(
                 f"The run in {self.path} was made of other data. Changed since: "
                 f"{', '.join(parts)}. Put the old data back, or start a new run in another folder."
             )
@@ -293,13 +277,24 @@ class RunFolder:
         write_file(self[name], safetensors.torch.save(content))
 
 
-def unused(folder: Path) -> Path:
-    """``folder``, or ``folder-2``, … if it is taken."""
-    number, free = 1, folder
-    while free.exists():
+def choose_folder(out: str | Path | None, usual: Path, use: Callable[[Path], T]) -> tuple[Path, T]:
+    """``out``, or else the first of ``usual``, ``usual-2``, … that is not occupied.
+
+    ``use`` raises :class:`OccupiedError` for a folder that is; what it returns comes along.
+    """
+    number, place = 1, usual if out is None else Path(out)
+    while True:
+        try:
+            result = use(place)
+            break
+        except OccupiedError:
+            if out is not None:
+                raise
         number += 1
-        free = folder.with_name(f"{folder.name}-{number}")
-    return free
+        place = usual.with_name(f"{usual.name}-{number}")
+    if number > 1:
+        logger.warning("%s is occupied by other settings or data: using %s.", usual, place)
+    return place, result
 
 
 def folder_name(label: str) -> str:

@@ -65,7 +65,7 @@ def start(
     data: DataSet | None = None,
     build: Build = assemble,
 ) -> Results:
-    """A new run; returns its results. What the same call left when it was cut short goes on.
+    """A run, new or gone on with if the same call began it here; returns its results.
 
     ``data`` saves loading them once more. Of several processes, the first writes; the others return
     nothing.
@@ -74,11 +74,17 @@ def start(
     refuse_missing(settings.run.track)
     switch_torch(settings.engine)
     if process_group().leads:
+        refuse_if_held(folder.path)
         folder.refuse_if_taken(settings)
-    if process_group().size == 1 and folder.goes_on(settings):
+    results = finished(folder)
+    if results is None and process_group().size == 1 and folder.holds_run():
         logger.info("Going on with the run in %s.", folder.path)
         return resume(folder, observe, data=data, build=build, asked=settings)
     assembly = build(settings, None, data, observe)
+    if results is not None:
+        folder.refuse_other_material(results.get("bound") or {}, assembly.bound)
+        logger.info("The run in %s is finished already: nothing is trained.", folder.path)
+        return results
     state = assembly.initial_state()  # what a method refuses, it refuses before a folder is made
     with _writing(folder):
         if process_group().leads:

@@ -11,6 +11,7 @@ from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 
+from fedharmony.config import refuse_chosen
 from fedharmony.data.base import DataSet
 from fedharmony.errors import ConfigError
 from fedharmony.experiments import compare
@@ -23,8 +24,6 @@ from fedharmony.experiments.settings import load_settings
 #: More comparisons than this are a mistake, or a plan for several sweeps.
 MOST_POINTS = 200
 INDEX = "sweep.json"
-#: Settings that options of the command set, and so cannot be swept.
-CHOSEN = {"run.method": "--methods", "run.seed": "--seeds", "model.seed": "--seeds"}
 
 
 @dataclass(frozen=True)
@@ -57,8 +56,6 @@ def split_changes(changes: Sequence[str]) -> tuple[dict[str, list[str]], list[st
         if len(values) < 2:
             others.append(change)
             continue
-        if option := CHOSEN.get(key):
-            raise ConfigError(f"{change}: {key} is chosen with {option}, for every point alike.")
         if key in swept:
             raise ConfigError(f"{key} is swept twice. Give all of its values at once.")
         if any(not value for value in values):
@@ -96,6 +93,7 @@ def plan(
     crowd: Crowd = ALONE,
 ) -> list[Point]:
     """Every point with all of its runs, checked before the first one starts."""
+    refuse_chosen(changes)
     swept, others = split_changes(changes)
     if not swept:
         raise ConfigError(

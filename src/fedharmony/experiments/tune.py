@@ -68,7 +68,7 @@ class Search:
     def __init__(
         self, settings: Settings, labels: Sequence[str], out: Path, crowd: Crowd = ALONE
     ) -> None:
-        self.settings, self.out = with_threads(settings, crowd), out
+        self.settings, self.out, self.crowd = with_threads(settings, crowd), out, crowd
         self.methods = names_of(labels)
         for name in self.methods:
             if ":" in name:
@@ -80,7 +80,7 @@ class Search:
         refuse_if_held(out)
         owners: dict[Path, str] = {}
         for run in self.plan():
-            run.folder.refuse_other_settings(run.settings)
+            run.folder.refuse_if_taken(run.settings)
             if owners.setdefault(run.folder.path, run.settings.sha256()) != run.settings.sha256():
                 raise ConfigError(
                     f"Two trials would share the folder {run.folder.path}: values of the search "

@@ -80,12 +80,12 @@ def outcomes(
 def _with_losses(shown: Shown, found: Found) -> Shown:
     """The same; the verdict says which clients the runs behind it lost, or trained once more."""
     lost = sum(run.clients_lost for run in found.folders.values())
-    saved = sum(run.clients_saved for run in found.folders.values())
-    if not lost + saved:
+    again = sum(sum(run.fallbacks.get("plain", {}).values()) for run in found.folders.values())
+    if not lost + again:
         return shown
     text = (
         f"The runs behind this lost {count(lost, 'client reply', 'client replies')} for good, and "
-        f"trained {count(saved, 'client')} a second time, on the plain path."
+        f"trained {count(again, 'client')} a second time, on the plain path."
     )
     return replace(shown, verdict=replace(shown.verdict, why=f"{shown.verdict.why} {text}"))
 
