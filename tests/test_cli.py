@@ -276,7 +276,7 @@ def commands(app: Any, words: tuple[str, ...] = ()) -> Iterator[tuple[tuple[str,
         yield from commands(group.typer_instance, (*words, group.typer_instance.info.name))
 
 
-@pytest.mark.parametrize("command", commands(app), ids=lambda pair: " ".join(pair[0]))
+@pytest.mark.parametrize("command", list(commands(app)), ids=lambda pair: " ".join(pair[0]))
 def test_help_has_the_text_of_every_argument_and_option(
     command: tuple[tuple[str, ...], Any], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
