@@ -115,10 +115,7 @@ CHOSEN = {"run.method": "--methods", "run.seed": "--seeds", "model.seed": "--see
 
 
 def refuse_chosen(changes: Iterable[str], chosen: Iterable[str] = CHOSEN) -> None:
-    """Refuse ``section.key=value`` that would have no effect, because an option decides it.
-
-    >>> refuse_chosen(["train.lr=0.1", "run.rounds=3"])
-    """
+    """Refuse ``section.key=value`` that would have no effect, because an option decides it."""
     for change in changes:
         if (key := change.partition("=")[0].strip()) in chosen:
             raise ConfigError(
