@@ -19,8 +19,9 @@ from fedharmony.cli_options import complete_config, complete_methods
 from fedharmony.cli_settings import print_plan
 from fedharmony.config import keys
 from fedharmony.errors import FedHarmonyError
-from fedharmony.experiments import dry_run
+from fedharmony.experiments import compare, dry_run
 from fedharmony.experiments.crowd import ALONE, Crowd
+from fedharmony.experiments.folder import RunFolder
 from fedharmony.experiments.origins import show
 from fedharmony.experiments.reference import all_settings, matching, page
 from fedharmony.experiments.run import start
@@ -30,7 +31,7 @@ from fedharmony.methods.base import methods
 
 DOCS = Path(__file__).parents[1] / "docs"
 SMALL = [
-    *("data.train=60", "data.test=20", "split.clients=3", "run.rounds=1", "run.method=fedavg"),
+    *("data.train=60", "data.test=20", "split.clients=3", "run.rounds=1"),
     *("train.epochs=1", "engine.threads=1", "model.width=16", "model.depth=1", "model.heads=2"),
 ]
 
@@ -160,9 +161,10 @@ def test_a_plan_of_a_run(tmp_path: Path) -> None:
 def test_a_plan_counts_what_is_finished(tmp_path: Path) -> None:
     settings = load_settings("demo", [*SMALL, "run.seed=1"])
     folder = tmp_path / "comparison"
-    done = dry_run.plan(settings, ["fedavg"], [1], folder)[0]
+    done = compare.plan(settings, ["fedavg"], [1], folder)[0]
     start(done.settings, done.folder, lambda event: None)
-    found = dry_run.plan_of_comparison(settings, ["fedavg", "fedprox"], [0, 1], folder)
+    planned = compare.plan(settings, ["fedavg", "fedprox"], [0, 1], folder)
+    found = dry_run.plan_of_runs(folder, planned)
     assert [(g.label, g.runs, g.done) for g in found.groups] == [
         ("fedavg", 2, 1),
         ("fedprox", 2, 0),
@@ -177,7 +179,8 @@ def test_a_plan_of_several_runs_at_once_says_what_that_takes(
     settings = load_settings("demo", [*SMALL, "engine.threads=1"])
     names, found = ["fedavg", "fedprox"], {}
     for crowd in (ALONE, Crowd(2)):
-        found[crowd] = dry_run.plan_of_comparison(settings, names, [0], tmp_path / "c", crowd)
+        planned = compare.plan(settings, names, [0], tmp_path / "c", crowd)
+        found[crowd] = dry_run.plan_of_runs(tmp_path / "c", planned, crowd)
     assert "at once" not in found[ALONE].facts
     assert found[Crowd(2)].facts["at once"].startswith("2 runs, each in a process with 1 CPU")
     group = dry_run.Group("fedavg", 3, 0, 1, 1, 180.0)
@@ -240,7 +243,7 @@ def test_weights_are_read_where_nothing_is_timed(tmp_path: Path) -> None:
     settings = load_settings("demo", [*SMALL, "model.weights=/nowhere.safetensors"])
     untimed = mock.patch.object(dry_run, "seconds_each", side_effect=AssertionError)
     with untimed, pytest.raises(FedHarmonyError, match="nowhere"):
-        dry_run.plan_of_run(settings, tmp_path / "x")
+        dry_run.plan_of_runs(tmp_path, [compare.Planned(settings, RunFolder(tmp_path))])
 
 
 def test_a_plan_refuses_a_folder_that_is_taken(tmp_path: Path) -> None:
