@@ -259,12 +259,6 @@ def test_report_and_list(finished: Path, tmp_path: Path) -> None:
 
 def test_help_teaches(tmp_path: Path) -> None:
     assert "fedharmony demo" in succeed(tmp_path, "--help")
-    for name in ("demo", "run", "resume", "compare", "report", "list"):
-        said = succeed(tmp_path, name, "--help")
-        assert "Usage" in said
-        assert "--help" in said
-        assert "<bool>" not in said  # a flag takes no value
-    assert "<bool>" not in succeed(tmp_path, "data", "prepare", "--help")
     assert succeed(tmp_path, "--version").strip() == f"fedharmony {fedharmony.__version__}"
 
 
@@ -283,6 +277,7 @@ def test_help_has_the_text_of_every_argument_and_option(
     """Typer < 0.26 with click 8.5 loses the texts of all positional arguments."""
     monkeypatch.setenv("COLUMNS", "400")
     page = " ".join(succeed(tmp_path, *command[0], "--help").split())
+    assert "<bool>" not in page  # a flag takes no value
     for hint in typing.get_type_hints(command[1], include_extras=True).values():
         for info in getattr(hint, "__metadata__", ()):
             assert info.help
@@ -409,7 +404,7 @@ def test_the_demo_compares_like_with_like(tmp_path: Path) -> None:
     words = ["--methods", "fedavg:plus", "--seeds", "0", "--out", "out"]
     said = succeed(tmp_path, "compare", "demo", *SMALL, "run.rounds=1", *words)
     for text in (said, (tmp_path / "out" / "report.html").read_text()):
-        assert "plus: starts with a head solved" in " ".join(text.split())
+        assert "plus: starts from a head in closed form" in " ".join(text.split())
 
 
 def test_a_folder_with_other_files_is_left_alone(tmp_path: Path) -> None:

@@ -188,9 +188,7 @@ class MetricTable:
                 if 0 < cell.count < runs
             ]
         if any(line.name.endswith(":plus") for line in self.lines):
-            notes.append(
-                "plus: starts with a head solved in closed form, ends with averaged models"
-            )
+            notes.append("plus: starts from a head in closed form, ends with an averaged model")
         if any(not line.complete for line in self.lines):
             notes.append("* includes a run that has not finished")
         if lost := [f"{line.name} {line.lost}" for line in self.lines if line.lost]:
