@@ -173,12 +173,13 @@ def test_damaged_index(tmp_path: Path, text: str) -> None:
         load_sweep(tmp_path / "nowhere")
 
 
-@pytest.mark.parametrize("command", ["compare demo", "sweep demo", "tune demo", "reproduce"])
+@pytest.mark.parametrize("command", ["compare", "sweep", "tune", "reproduce"])
 def test_what_options_choose_is_no_setting_beside_them(command: str, tmp_path: Path) -> None:
     """Passed over in silence, ``fedavg`` and ``fedharmony`` would be trained instead."""
-    seeds = [] if command == "tune demo" else ["run.seed=1", "model.seed=0,1"]  # it has no --seeds
+    seeds = [] if command == "tune" else ["run.seed=1", "model.seed=0,1"]  # it has no --seeds
+    words = [] if command == "reproduce" else ["demo", "--dry-run"]
     for change in ["run.method=fedharmony:paper_literal", *seeds]:
-        error = refuse(tmp_path, *command.split(), change, "split.gamma=0.1,0.5")
+        error = refuse(tmp_path, command, *words, change, "split.gamma=0.1,0.5")
         assert f"{change!r}: {change.partition('=')[0]} is not set here" in error
         assert f"chosen with {'--seeds' if 'seed' in change else '--methods'}" in error
     with pytest.raises(ConfigError, match=r"run.method is not set here.*methods=\["):
