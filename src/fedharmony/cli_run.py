@@ -305,7 +305,7 @@ def demo(
     """FedAvg and FedHarmony side by side, each also as `:plus`, on data the package makes itself.
 
     With `plus` a method starts with a head solved in closed form and ends with an averaged model.
-    Needs no data and no network and takes two to three minutes on two CPU cores.
+    Needs no data and no network and takes about a minute and a half on two CPU cores.
     """
     changes = [] if rounds is None else [f"run.rounds={rounds}"]
     names = "fedavg,fedharmony,fedavg:plus,fedharmony:plus"
