@@ -241,7 +241,7 @@ def write_fake_run(
                     }
                     for k in (*dropped, *failed)
                 ],
-                "saved": [],
+                "fallbacks": {},
                 "examples": examples,
                 "images": examples,
                 "padding": 0.0,

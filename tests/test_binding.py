@@ -277,13 +277,13 @@ def test_a_run_goes_on_where_its_data_lie_now_and_keeps_what_is_asked_for_now(
     assert kept is not None
     assert len(kept.pixels) == 2
     caplog.clear()
-    folder.refuse_other_settings(settings)
+    folder.refuse_if_taken(settings)
     assert not caplog.messages
-    folder.refuse_other_settings(asked(eval_every=3, examples=9, label="moved"))
+    folder.refuse_if_taken(asked(eval_every=3, examples=9, label="moved"))
     (message,) = caplog.messages
     assert "is finished and stays as it is: run.examples = 2, not 9. Remove the folder" in message
     with pytest.raises(CheckpointError, match="other settings"):
-        folder.refuse_other_settings(asked(thresholds=0.5))
+        folder.refuse_if_taken(asked(thresholds=0.5))
 
 
 def test_a_file_of_weights_is_known_by_what_it_holds(tmp_path: Path) -> None:

@@ -104,7 +104,7 @@ def test_names_in_the_architecture_exist() -> None:
     for file in sorted(files):
         roots = (ROOT, ROOT / "src" / "fedharmony")
         assert any((root / file).exists() for root in roots), file
-    endings = r".*\.(py|toml|jsonl?|html|safetensors)"
+    endings = r".*\.(py|toml|jsonl?|html|safetensors|key)"
     dotted = {s for s in spans if re.fullmatch(r"\w+\.\w+", s) and not re.fullmatch(endings, s)}
     names = {name for name in dotted - known if not name.startswith("torch.")}
     assert {"Trainer.train", "Federation.run", "consensus.WEIGHTED"} <= names

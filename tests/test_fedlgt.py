@@ -704,7 +704,7 @@ def test_a_text_file_that_changed_stops_a_resumed_run(tmp_path: Path) -> None:
     with pytest.raises(KeyboardInterrupt):
         runs.start(settings, folder, stop)
     write(1)
-    with pytest.raises(CheckpointError, match="has changed since"):
+    with pytest.raises(CheckpointError, match=r"Changed since: file methods\.text"):
         runs.resume(folder, lambda event: None)
     write(0)
     assert runs.resume(folder, lambda event: None)["status"] == "completed"

@@ -18,8 +18,10 @@ import torch
 from rich.console import Console
 from typer.testing import CliRunner
 
+from fedharmony import stopping
 from fedharmony.cli import app
 from fedharmony.data.base import DataSet
+from fedharmony.errors import Stopped
 from fedharmony.experiments import build, jobs
 from fedharmony.experiments.compare import carry_out, plan, rehearse
 from fedharmony.experiments.crowd import Crowd
@@ -115,6 +117,7 @@ def test_runs_that_fail_do_not_stop_the_others(plugin: str, tmp_path: Path) -> N
     assert "4 of 4 done, 0 running, 0 left" in result.stdout
     (trace,) = (out / "raises" / "seed-0").glob("fedharmony-error-*.txt")
     assert "in end" in trace.read_text()
+    assert "please report" not in result.stderr  # it is the plug-in's fault
     table = (out / "table.md").read_text()
     assert "Difference to fedavg" in table
     settings = load_settings("demo", [*SMALL, "engine.threads=1"])
@@ -314,3 +317,24 @@ def test_the_board_counts_runs_and_foretells_the_time(monkeypatch: pytest.Monkey
     lines = target.getvalue().splitlines()
     assert lines[0] == "b: started; 1 of 4 done, 1 running, 2 left"
     assert len([line for line in lines if "failed after 5 of 10 rounds. Why." in line]) == 1
+
+
+def test_a_worker_whose_pipe_was_closed_with_the_signal_hears_the_signal(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Else a run that was stopped would end without a word in its log."""
+
+    class Closed:
+        def send(self, content: Any) -> None:
+            if content[1].get("event") == "round":
+                stopping.ask(Stopped("SIGTERM", signal.SIGTERM))
+                raise BrokenPipeError
+
+    settings = load_settings("demo", [*SMALL, "engine.threads=1", "run.method=fedavg"])
+    try:
+        with pytest.raises(Stopped):
+            jobs._carry_out(Closed(), {}, tmp_path / "run", settings.tree(), None)  # type: ignore[arg-type]
+    finally:
+        stopping.forget()
+    log = (tmp_path / "run" / "events.jsonl").read_text().splitlines()
+    assert json.loads(log[-1])["status"] == "interrupted"

@@ -347,7 +347,10 @@ def test_the_papers_numbers_stand_beside(name: str, shown: dict[str, output.Outc
 
 def test_a_verdict_says_which_clients_its_runs_lost(shown: dict[str, output.Outcome]) -> None:
     outcome = shown["fig4"]
-    losses = [SimpleNamespace(clients_lost=n, clients_saved=m) for n, m in ((0, 1), (2, 0), (1, 0))]
+    losses = [
+        SimpleNamespace(clients_lost=n, fallbacks=f)
+        for n, f in ((0, {"plain": {3: 1}}), (2, {}), (1, {}))
+    ]
     folders = {("base", "fedavg", seed): run for seed, run in enumerate(losses)}
     why = outcome.shown.verdict.why
     found = replace(outcome.found, folders=cast("dict[Any, RunView]", folders))

@@ -110,7 +110,8 @@ def test_files_that_a_run_began_from_may_be_gone(tmp_path: Path) -> None:
     weights, text = tmp_path / "w" / "vit.safetensors", tmp_path / "text.safetensors"
     weights.parent.mkdir()
     (weights.parent / "config.json").write_text(
-        '{"pretrained_cfg": {"mean": [0.1, 0.2, 0.3], "std": [0.4, 0.5, 0.6]}}'
+        '{"architecture": "vit",'
+        ' "pretrained_cfg": {"mean": [0.1, 0.2, 0.3], "std": [0.4, 0.5, 0.6]}}'
     )
     write_label_text(text, {n: n for n in NAMES}, lambda texts: torch.eye(len(texts), 8))
     first = trained(tmp_path / "first", tmp_path / "data", "run.method=fedavg", "run.rounds=1")

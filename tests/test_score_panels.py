@@ -236,5 +236,5 @@ def test_damaged_scores_are_named_and_those_of_other_labels_left_out(tmp_path: P
     save_scores(folder, scores_of([[0.5]], [[1]]), 10)
     assert not (OURS - {"users"}) & set(sections(load(folder)))
     (folder / "scores.safetensors").write_bytes(b"nonsense")
-    with pytest.raises(CheckpointError, match=r"scores\.safetensors is damaged"):
-        sections(load(folder))
+    drawn = sections(load(folder))
+    assert all("scores.safetensors is damaged" in drawn[name].lead for name in OURS - {"users"})

@@ -79,7 +79,7 @@ def test_methods_that_begin_alike_ask_once_and_end_in_the_same_bits(
         (("train.batch_size=8",), 1),
         (("model.seed=7",), 1),  # another backbone
         (("run.method=fedrdn:plus",), 1),  # shows images in its own way
-        (("attack.kind=label_flip", "attack.share=0.4"), 1),
+        (("attack.kind=label_flip", "attack.share=0.4"), 2),  # honest clients, and malicious ones
     ],
 )
 def test_what_may_be_answered_otherwise_is_asked_again(

@@ -33,6 +33,7 @@ def round_event(round: int, **values: Any) -> str:
         "stage": "update",
         "round": round,
         "reason": "site <i>ben</i>: disk full",
+        "cause": "failed",
     }
     words = {"cohort": [0, 1], "reported": [0], "left_out": [failed], "seconds": 2.0}
     sizes = {"bytes_up": 1_000_000, "bytes_down": 500_000, "train_loss": 0.5 / (round + 1)}

@@ -177,8 +177,11 @@ def exit_code_of(command: Callable[[], int | None], debug: bool) -> int:
         if debug:
             say(_trace(error), err=True)
         traces = error.failures if isinstance(error, RunsFailedError) else ()
-        kept = [_keep(f.details, f.folder) for f in traces if f.details]
-        where = "".join(f" A trace is in {place}; please report it." for place in kept if place)
+        where = ""
+        for failure in traces:
+            if failure.details and (file := _keep(failure.details, failure.folder)):
+                ours = "" if failure.reason.startswith("The plug-in") else "; please report it"
+                where += f" A trace is in {file}{ours}."
         place = plugin_place(error)
         source = f" (The {place}.)" if place and place not in str(error) else ""
         _complain(f"{error}{source}{where}")

@@ -183,7 +183,7 @@ def _cost(kinds: frozenset[tuple[Price, int]], delta: float) -> float:
 
 
 def _mean_loss(multiplier: float, chance: float) -> float:
-    """An upper bound of KL((1 − q) N(0, z²) + q N(1, z²) ‖ N(0, z²)): convexity, or log(1 + χ²)."""
+    """At least KL((1 − q) N(0, z²) + q N(1, z²) ‖ N(0, z²)): convexity, or log(1 + χ²)."""
     square = min(1 / multiplier**2, 700.0)
     return min(chance / 2 / multiplier**2, math.log1p(chance**2 * math.expm1(square)))
 
@@ -391,6 +391,7 @@ class Ledger:
             "noise_multiplier": self.budget.multiplier,
             "q": last.chance,
             "clients": last.clients,
+            "reproducible": self.seed is not None,
             **({"lost_rounds": self.lost} if self.lost else {}),
             **({"noise_alone": self.noise_alone} if self.noise_alone else {}),
         }

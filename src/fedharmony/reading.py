@@ -11,6 +11,7 @@ import errno
 import json
 import os
 import stat
+from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
 
@@ -151,3 +152,12 @@ def user_path(path: str | Path) -> Path:
     '~nobody-of-that-name/x'
     """
     return Path(os.path.expanduser(path))  # noqa: PTH111 (Path.expanduser raises for unknown users)
+
+
+def left_out(event: Mapping[str, Any], cause: str) -> list[Mapping[str, Any]]:
+    """Who was left out of a round by this cause: "failed", "dropped", or "rule"."""
+    if "left_out" not in event:  # an older run
+        older = {"failed": event.get("failures"), "dropped": event.get("dropped")}
+        found = older.get(cause) or ()
+        return [one if isinstance(one, dict) else {"client": one} for one in found]
+    return [entry for entry in event["left_out"] if entry.get("cause") == cause]

@@ -8,6 +8,7 @@ from typing import Any
 from fedharmony.errors import some
 from fedharmony.experiments.trained import TrainedModel
 from fedharmony.models.base import FeatureSpec
+from fedharmony.privacy import REPRODUCIBLE
 
 #: Labels that a table lists; of more, config.json has them all.
 MOST_ROWS = 100
@@ -60,7 +61,9 @@ def privacy_facts(spent: Mapping[str, Any]) -> list[str]:
     words = {"unit": "unit of protection: {}", "rounds": "rounds done: {:,}"}
     words |= {"noise_by": "noise added by the {}", "note": "{}"}
     facts += [text.format(spent[key]) for key, text in words.items() if spent.get(key) is not None]
-    return facts + ["not private: its noise can be reproduced"] * spent.get("reproducible", True)
+    if spent.get("reproducible", True) and REPRODUCIBLE not in str(spent.get("note")):
+        facts.append(REPRODUCIBLE)
+    return facts
 
 
 def _privacy(model: TrainedModel) -> Iterator[str]:

@@ -176,10 +176,8 @@ def reason_of(error: Exception) -> tuple[str, str]:
     """Why a run failed; of what nobody foresaw, the trace, too; a plug-in by its line."""
     if isinstance(error, FedHarmonyError):
         return str(error), ""
-    reason = f"{type(error).__name__}: {error}."
-    if place := plugin_place(error):
-        return f"The {place}: {reason}", ""
-    return reason, "".join(traceback.format_exception(error))
+    place, trace = plugin_place(error), "".join(traceback.format_exception(error))
+    return f"{f'The {place}: ' if place else ''}{type(error).__name__}: {error}.", trace
 
 
 def carry_out(

@@ -232,7 +232,11 @@ def _carry_out(
 
     def send(event: Event) -> None:
         if event["event"] != "progress":
-            pipe.send(("event", dict(event)))
+            try:
+                pipe.send(("event", dict(event)))
+            except BrokenPipeError:  # closed by whoever has also sent the signal
+                stopping.end_if_asked()
+                raise
 
     try:
         run = Planned(compose(settings), RunFolder(folder))

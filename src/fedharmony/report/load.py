@@ -38,6 +38,7 @@ from fedharmony.reading import (
     is_file,
     is_folder,
     is_there,
+    left_out,
     parse_events,
     parse_json,
     read_regular,
@@ -45,7 +46,6 @@ from fedharmony.reading import (
 from fedharmony.report.shapes import (
     COMPARISON,
     RESULTS,
-    left_out,
     refuse_misshapen,
     refuse_odd_matrices,
     well_shaped,

@@ -21,11 +21,11 @@ from jinja2 import Environment, PackageLoader, StrictUndefined
 from fedharmony.config import flat
 from fedharmony.errors import CheckpointError
 from fedharmony.files import write_atomically
+from fedharmony.reading import left_out
 from fedharmony.report import words
 from fedharmony.report.charts import Picture, Row, dots
 from fedharmony.report.load import Runs, RunView, load
 from fedharmony.report.panel import count, sections, styles
-from fedharmony.report.shapes import left_out
 from fedharmony.report.tables import table_of
 
 _MOST_FAILURES = 40

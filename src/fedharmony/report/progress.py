@@ -22,7 +22,7 @@ from rich.progress import BarColumn, MofNCompleteColumn, TextColumn
 from rich.progress import Progress as Bars
 from rich.text import Text
 
-from fedharmony.report.shapes import left_out
+from fedharmony.reading import left_out
 from fedharmony.terminal import console as plain_console
 
 Observer: TypeAlias = Callable[[Mapping[str, Any]], None]

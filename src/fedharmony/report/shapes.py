@@ -189,12 +189,3 @@ def refuse_odd_matrices(path: Path, matrices: Mapping[str, npt.NDArray[Any]], cl
             f"{shapes[odd[0]]}, but there are {labels} labels. Delete it to report on the run "
             "without its matrices."
         )
-
-
-def left_out(event: Mapping[str, Any], cause: str) -> list[Mapping[str, Any]]:
-    """Who was left out of a round by this cause: "failed", "dropped", or "rule"."""
-    if "left_out" not in event:  # an older run
-        older = {"failed": event.get("failures"), "dropped": event.get("dropped")}
-        found = older.get(cause) or ()
-        return [one if isinstance(one, dict) else {"client": one} for one in found]
-    return [entry for entry in event["left_out"] if entry.get("cause") == cause]

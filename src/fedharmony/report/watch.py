@@ -22,6 +22,7 @@ from fedharmony.errors import CheckpointError, FedHarmonyError
 from fedharmony.experiments.folder import RunFolder
 from fedharmony.flower.link import SERVER, Link, began
 from fedharmony.metrics import METRIC_NAMES
+from fedharmony.reading import left_out
 from fedharmony.report.charts import Picture, Series, curve
 from fedharmony.report.load import RunView, load_run
 from fedharmony.report.page import fill
@@ -77,8 +78,11 @@ class RunNow:
     @property
     def failures(self) -> list[tuple[int, str, str]]:
         """Round, stage and reason of the latest ones."""
-        rounds = self.view.rounds
-        found = [(e["round"] + 1, f["stage"], f["reason"]) for e in rounds for f in e["left_out"]]
+        found = [
+            (event["round"] + 1, one["stage"], one["reason"])
+            for event in self.view.rounds
+            for one in (*left_out(event, "failed"), *left_out(event, "rule"))
+        ]
         return found[-MOST_FAILURES:][::-1]
 
     @property

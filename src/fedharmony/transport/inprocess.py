@@ -101,7 +101,9 @@ class InProcess:
                     f"Round {round + 1} stopped: {alone} of the device's memory", error
                 ) from None
             else:
-                place = traceback.extract_tb(error.__traceback__)[-1]
+                frames = traceback.extract_tb(error.__traceback__)
+                ours = [frame for frame in frames if "site-packages" not in frame.filename]
+                place = (ours or frames)[-1]
                 where = plugin_place(error) or f"{Path(place.filename).name}:{place.lineno}"
                 reason = f"{type(error).__name__}: {error} ({where})"
                 answers = [Failure(next(iter(messages)), stage.name, round, reason)]
