@@ -4,7 +4,6 @@ from __future__ import annotations
 
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import replace
-from pathlib import Path
 from typing import Any
 
 import pytest
@@ -20,8 +19,7 @@ from fedharmony.experiments.settings import load_settings
 from fedharmony.losses import Batch
 from fedharmony.methods.base import Groups, Outcome, Task
 from fedharmony.methods.fedavg import FedAvg
-from fedharmony.methods.fednova import MOMENTUM, FedNova
-from fedharmony.records import load_record, save_record
+from fedharmony.methods.fednova import FedNova
 from fedharmony.server.federation import FederationSettings
 from fedharmony.types import BUFFERS, PARAMS, Record, Reply, Tensors
 from toy import CLASSES, Toy, same_bits, toy_data
@@ -74,12 +72,10 @@ def test_work_by_hand() -> None:
     """SGD: 1 + 1 + 1 = 3; so is Adam's.
 
     Momentum ½: the buffer holds 1, 3/2, 7/4 gradients; sum 17/4.
-    Proximal SGD, ημ = 0.1 · 2 = 0.2: a ← 0.8 a + 1 gives 1, 1.8, 2.44.
     """
     assert nova().work(3) == 3.0
     assert nova(replace(TASK, optimiser="adam")).work(3) == 3.0
     assert [nova(with_momentum(0.5)).work(s) for s in (1, 2, 3)] == [1.0, 2.5, 4.25]
-    assert [nova(mu=2.0).work(s) for s in (1, 2, 3)] == pytest.approx([1.0, 1.8, 2.44])
 
 
 @quick
@@ -90,50 +86,33 @@ def test_work_with_momentum_has_a_closed_form(steps: int, rho: float) -> None:
     assert nova(with_momentum(rho)).work(steps) == pytest.approx(closed, rel=1e-9)
 
 
-@quick
-@given(steps=st.integers(1, 300), mu=st.floats(1e-3, 9.99))
-def test_work_of_proximal_sgd_has_a_closed_form(steps: int, mu: float) -> None:
-    """``(1 − (1 − ημ)^τ) / (ημ)``."""
-    closed = (1 - (1 - 0.1 * mu) ** steps) / (0.1 * mu)
-    assert nova(mu=mu).work(steps) == pytest.approx(closed, rel=1e-9)
-
-
-def test_work_where_the_closed_forms_cancel() -> None:
-    """ρ → 1 gives τ (τ + 1)/2 and ημ → 0 gives τ, where the closed forms lose all digits."""
+def test_work_where_the_closed_form_cancels() -> None:
+    """ρ → 1 gives τ (τ + 1)/2, where the closed form loses all digits."""
     assert nova(with_momentum(1 - 1e-15)).work(4) == pytest.approx(10.0)
-    assert nova(mu=1e-16).work(4) == pytest.approx(4.0)
 
 
-def displacement(gradients: Tensor, mu: float = 0.0, momentum: float = 0.0) -> Tensor:
-    """(θ^t − θ)/η after torch's SGD was fed row s of ``gradients`` (+ the pull) in step s."""
+def displacement(gradients: Tensor, momentum: float) -> Tensor:
+    """(θ^t − θ)/η after torch's SGD was fed row s of ``gradients`` in step s."""
     theta = torch.zeros(gradients.shape[1], dtype=torch.float64, requires_grad=True)
     optimiser = torch.optim.SGD([theta], lr=TASK.lr, momentum=momentum)
     for gradient in gradients:
-        theta.grad = gradient + mu * theta.detach()
+        theta.grad = gradient.clone()
         optimiser.step()
     return -theta.detach() / TASK.lr
 
 
-@pytest.mark.parametrize(
-    ("method", "solver"),
-    [
-        (nova(), {}),
-        (nova(with_momentum(0.9)), {"momentum": 0.9}),
-        (nova(mu=2.5), {"mu": 2.5}),
-    ],
-    ids=["sgd", "momentum", "proximal"],
-)
-def test_work_is_the_sum_of_the_coefficients(method: FedNova, solver: dict[str, float]) -> None:
+@pytest.mark.parametrize("rho", [0.0, 0.9])
+def test_work_is_the_sum_of_the_coefficients(rho: float) -> None:
     """Coordinate s is shown a gradient in step s alone, so it ends at the coefficient a_s.
 
     All a_s ≥ 0, they sum to ``work``, and any other gradients enter with the same coefficients.
     """
-    tau = 25
-    coefficients = displacement(torch.eye(tau, dtype=torch.float64), **solver)
+    tau, method = 25, nova(with_momentum(rho)) if rho else nova()
+    coefficients = displacement(torch.eye(tau, dtype=torch.float64), rho)
     assert (coefficients > 0).all()
     assert method.work(tau) == pytest.approx(float(coefficients.sum()), rel=1e-12)
     gradients = torch.randn(tau, 7, generator=torch.Generator().manual_seed(2), dtype=torch.float64)
-    torch.testing.assert_close(displacement(gradients, **solver), coefficients @ gradients)
+    torch.testing.assert_close(displacement(gradients, rho), coefficients @ gradients)
 
 
 def test_adams_first_moment_weighs_gradients_with_sum_one() -> None:
@@ -162,16 +141,12 @@ class Slope(FedNova):
         return outputs.mean(-2).sum(-1), carry
 
 
-@pytest.mark.parametrize(
-    ("optimiser", "config"),
-    [("adam", {}), ("sgd", {}), ("momentum", {}), ("sgd", {"mu": 2.0})],
-)
-def test_trained_clients_move_by_their_work(optimiser: Any, config: dict[str, Any]) -> None:
+@pytest.mark.parametrize("optimiser", OPTIMISERS)
+def test_trained_clients_move_by_their_work(optimiser: Any) -> None:
     """With gradient 1 in every step, ``Δ_k = η ‖a_k‖₁`` for clients of 1, 2 and 5 batches; so all
-    d_k are η, and the server moves by ``η τ_eff`` (by the mean of τ_k with a pull)."""
+    d_k are η, and the server moves by ``η τ_eff``."""
     toy = Toy(
         "fednova",
-        config,
         sizes=(4, 8, 20),
         epochs=1,
         optimiser=optimiser,
@@ -187,9 +162,7 @@ def test_trained_clients_move_by_their_work(optimiser: Any, config: dict[str, An
     for r, a in zip(replies, work, strict=True):
         bias = r.record.get(PARAMS)["head.bias"]
         torch.testing.assert_close(bias, torch.full_like(bias, -toy.lr * a), rtol=1e-7, atol=0)
-    tau_eff = (4 * 1 + 8 * 2 + 20 * 5) / 32
-    if not config:
-        tau_eff = (4 * work[0] + 8 * work[1] + 20 * work[2]) / 32
+    tau_eff = (4 * work[0] + 8 * work[1] + 20 * work[2]) / 32
     moved = toy.method.aggregate(toy.initial(), 0, sent, iter(replies)).state.get(PARAMS)
     expected = torch.full((CLASSES,), -toy.lr * tau_eff, dtype=torch.float64)
     torch.testing.assert_close(moved["head.bias"], expected, rtol=1e-7, atol=0)
@@ -221,20 +194,6 @@ def test_step_with_momentum_by_hand() -> None:
     assert value(after(nova(with_momentum(0.5)), replies)) == pytest.approx(10 - 3.9375)
 
 
-def test_proximal_step_by_hand() -> None:
-    """ημ = 0.2: a = (1.8, 1) for 2 and 1 steps, p = ½ each, Δ = (3.6, 4): d = (2, 4), mean 3.
-
-    τ_eff is the mean number of steps, 1.5: θ = 10 − 4.5 and A = 1.5 · (1/1.8 + 1)/2 = 7/6.
-    Equal steps do not give FedAvg then: of 2 steps each, A = 2/1.8.
-    """
-    replies = (reply(0, 7, 2, 6.4), reply(1, 7, 1, 6.0))
-    outcome = after(nova(mu=2.0), replies)
-    assert value(outcome) == pytest.approx(5.5)
-    assert outcome.log["amplification"] == pytest.approx(7 / 6)
-    equal = after(nova(mu=2.0), (reply(0, 7, 2, 6.4), reply(1, 7, 2, 6.0)))
-    assert equal.log["amplification"] == pytest.approx(2 / 1.8)
-
-
 def test_uniform_average() -> None:
     """With p = ½ each, Σ p d = 1.5 and τ_eff = 4: θ = 10 − 6, whatever the sizes are."""
     assert value(after(nova(replace(TASK, average="uniform")), PAIR)) == 4.0
@@ -256,16 +215,16 @@ cohorts = st.lists(
 
 
 @quick
-@given(clients=cohorts, solver=st.sampled_from(["sgd", "momentum", "adam", "proximal"]))
-def test_amplification_is_at_least_one(clients: list[tuple[int, int, float]], solver: Any) -> None:
-    """Jensen: Σ p a · Σ p/a ≥ 1, with equality for equal work only (without a pull)."""
-    method = nova(mu=1.0) if solver == "proximal" else nova(replace(TASK, optimiser=solver))
+@given(clients=cohorts, optimiser=st.sampled_from(OPTIMISERS))
+def test_amplification_is_at_least_one(
+    clients: list[tuple[int, int, float]], optimiser: Any
+) -> None:
+    """Jensen: Σ p a · Σ p/a ≥ 1, with equality for equal work only."""
     replies = [reply(k, n, s, theta) for k, (n, s, theta) in enumerate(clients)]
-    outcome = after(method, replies)
+    outcome = after(nova(replace(TASK, optimiser=optimiser)), replies)
     a = outcome.log["amplification"]
     assert a >= 1 - 1e-12
-    if solver != "proximal":
-        assert (a == 1.0) == (len({s for _, s, _ in clients}) == 1)
+    assert (a == 1.0) == (len({s for _, s, _ in clients}) == 1)
     assert sum(outcome.weights.values()) == pytest.approx(1.0)
 
 
@@ -405,7 +364,7 @@ def test_a_client_without_a_step_is_left_out() -> None:
 
 
 def test_nobody_replied() -> None:
-    for config in ({}, {"server_momentum": 0.9}, {"tau_eff": "ones"}):
+    for config in ({}, {"tau_eff": "ones"}):
         method = nova(**config)
         state = method.init_state({"w": torch.tensor([10.0])}, {})
         state = method.aggregate(state, 0, {}, iter(PAIR)).state
@@ -445,7 +404,7 @@ def test_buffers_are_averaged_plainly() -> None:
     replies = [reply(0, 30, 6, 4.0, own[0]), reply(1, 10, 2, 6.0, own[1])]
     start = {"mean": torch.tensor([100.0]), "batches": torch.tensor(7)}
     plain = after(FedAvg(FedAvg.Config(), TASK), replies, buffers=start).state.get(BUFFERS)
-    for config in ({}, {"tau_eff": "ones"}, {"server_momentum": 0.5}):
+    for config in ({}, {"tau_eff": "ones"}):
         outcome = after(nova(**config), replies, buffers=start)
         buffers = outcome.state.get(BUFFERS)
         assert buffers["mean"].tolist() == [2.0]
@@ -459,40 +418,6 @@ def test_buffers_are_averaged_plainly() -> None:
 def test_buffers_that_do_not_travel_are_kept() -> None:
     outcome = after(nova(), PAIR, buffers={"mean": torch.tensor([100.0])})
     assert outcome.state.get(BUFFERS)["mean"].tolist() == [100.0]
-
-
-# -- server momentum ------------------------------------------------------------------------------
-
-
-def test_server_momentum_by_hand() -> None:
-    """γ = ½. Round 0: u = 6.25, θ = 3.75.
-
-    Round 1, the same replies again: Δ = (−0.25, −2.25), d = (−1/24, −9/8), Σ p d = −0.3125, times
-    τ_eff = 5 a plain step of −1.5625. So u = ½ · 6.25 − 1.5625 = 1.5625 and θ = 2.1875.
-    """
-    method = nova(server_momentum=0.5)
-    first = after(method, PAIR)
-    assert value(first) == 3.75
-    assert first.state.get(MOMENTUM)["w"].tolist() == [6.25]
-    second = method.aggregate(first.state, 1, {}, iter(PAIR))
-    assert value(second) == 2.1875
-    assert second.state.get(MOMENTUM)["w"].tolist() == [1.5625]
-    assert MOMENTUM not in after(nova(), PAIR).state.groups
-
-
-def test_server_momentum_stays_on_the_server_and_in_checkpoints(tmp_path: Path) -> None:
-    config = {"server_momentum": 0.9}
-    toy = Toy("fednova", config, rounds=4, cohort=3)
-    states, events = states_of(toy)
-    floats = sum(t.numel() for t in toy.initial().get(PARAMS).values())
-    assert all(e["bytes_up"] == e["bytes_down"] == 3 * 4 * floats for e in events)
-    save_record(tmp_path / "two", states[1])
-    resumed = Toy("fednova", config, rounds=4, cohort=3)
-    end = resumed.loop().run(load_record(tmp_path / "two"), 2, lambda e: None, lambda t, s: None)
-    assert same_bits(states[3], end)
-    plain, _ = Toy("fednova", rounds=4, cohort=3).run()
-    difference = states[3].get(PARAMS)["head.bias"] - plain.get(PARAMS)["head.bias"]
-    assert difference.abs().max() > 0.01
 
 
 # -- the diagnostic -------------------------------------------------------------------------------
@@ -562,26 +487,13 @@ def test_payload_is_fedavgs() -> None:
         assert event["bytes_up"] == event["bytes_down"] == 5 * 4 * floats
 
 
-@pytest.mark.parametrize("optimiser", ["adam", "momentum"])
-def test_a_pull_needs_plain_sgd(optimiser: Any) -> None:
-    message = f"mu = 0.01 needs train.optimiser = 'sgd'.*this is '{optimiser}'"
-    with pytest.raises(ConfigError, match=message):
-        nova(replace(TASK, optimiser=optimiser), mu=0.01)
-
-
-def test_a_pull_that_overshoots_is_refused() -> None:
-    with pytest.raises(ConfigError, match=r"mu · train\.lr = 1 must be below 1"):
-        nova(mu=10.0)
-    nova(mu=9.9)
-
-
 @pytest.mark.parametrize(
     ("values", "message"),
     [
-        ({"mu": -1}, r"methods\.fednova\.mu = -1 is not allowed.*greater than or equal to 0"),
+        ({"mu": 0.1}, r"methods\.fednova\.mu is gone: .*use fedprox"),
         ({"tau_eff": "one"}, r"tau_eff = 'one' is not allowed.*'mean' or 'ones'"),
         ({"max_amplification": 0.9}, r"max_amplification = 0\.9 is not allowed.*equal to 1"),
-        ({"server_momentum": 1.0}, r"server_momentum = 1\.0 is not allowed.*less than 1"),
+        ({"server_momentum": 0.9}, r"methods\.fednova\.server_momentum is gone: leave it out"),
         ({"gmf": 0.9}, r"Unknown setting methods\.fednova\.gmf"),
     ],
 )
