@@ -22,7 +22,6 @@ from toy import CLASSES, Toy, same_bits
 
 TASK = Task(classes=3, clients=4, rounds=10, batch_size=4, epochs=1, seed=0, width=8, lr=0.01)
 OPTIMISERS = ("adam", "sgd", "momentum")
-PLACEMENTS = ("coupled", "decoupled")
 
 
 def prox(**settings: Any) -> FedProx:
@@ -86,23 +85,19 @@ def bias_after(method: type[FedProx], steps: int, **settings: Any) -> float:
 # -- identities -----------------------------------------------------------------------------------
 
 
-@pytest.mark.parametrize("placement", PLACEMENTS)
 @pytest.mark.parametrize("optimiser", OPTIMISERS)
-def test_without_a_pull_it_is_fedavg(optimiser: Any, placement: str) -> None:
+def test_without_a_pull_it_is_fedavg(optimiser: Any) -> None:
     """μ = 0: the same bits as FedAvg, round by round."""
     plain = states_of(Toy("fedavg", cohort=3, optimiser=optimiser))
-    config = {"mu": 0.0, "placement": placement}
-    states = states_of(Toy("fedprox", config, cohort=3, optimiser=optimiser))
+    states = states_of(Toy("fedprox", {"mu": 0.0}, cohort=3, optimiser=optimiser))
     assert all(same_bits(*pair) for pair in zip(plain, states, strict=True))
 
 
-def test_one_step_from_the_received_model_is_fedavgs_when_coupled() -> None:
+def test_one_step_from_the_received_model_is_fedavgs() -> None:
     """At θ = θ^t the pull is 0, so a round of a single step is FedAvg's whatever μ is."""
     one_step: dict[str, Any] = {"sizes": (4, 3, 2), "epochs": 1, "rounds": 1}
     plain, _ = Toy("fedavg", **one_step).run()
     assert same_bits(plain, Toy("fedprox", {"mu": 50.0}, **one_step).run()[0])
-    after = {"mu": 50.0, "placement": "decoupled"}
-    assert not same_bits(plain, Toy("fedprox", after, **one_step).run()[0])
 
 
 # -- the pull -------------------------------------------------------------------------------------
@@ -145,44 +140,33 @@ def test_pull_is_the_gradient_of_the_penalty(mu: float) -> None:
 def test_two_sgd_steps() -> None:
     """Slope 1, lr = 0.1, μ = 2, from x = θ − θ^t = 0.
 
-    Coupled: x₁ = −0.1; x₂ = −0.1 − 0.1 (1 + 2 · (−0.1)) = −0.18.
-    Decoupled, x ← (x − 0.1)(1 − 0.1 · 2): x₁ = −0.1 · 0.8 = −0.08; x₂ = −0.18 · 0.8 = −0.144.
+    x₁ = −0.1; x₂ = −0.1 − 0.1 (1 + 2 · (−0.1)) = −0.18.
     """
     assert bias_after(Slope, 1, mu=2.0) == pytest.approx(-0.1)
     assert bias_after(Slope, 2, mu=2.0) == pytest.approx(-0.18)
-    after = {"mu": 2.0, "placement": "decoupled"}
-    assert bias_after(Slope, 1, **after) == pytest.approx(-0.08)
-    assert bias_after(Slope, 2, **after) == pytest.approx(-0.144)
 
 
 def test_two_adam_steps() -> None:
     """Slope 1, lr = 0.1, μ = 2, β = (0.9, 0.999).
 
-    Coupled: the first step is −0.1, the sign of the slope. Then g₂ = 1 + 2 · (−0.1) = 0.8,
+    The first step is −0.1, the sign of the slope. Then g₂ = 1 + 2 · (−0.1) = 0.8,
     m̂ = (0.9 · 0.1 + 0.1 · 0.8) / 0.19 = 0.894737, v̂ = (0.999 · 0.001 + 0.001 · 0.64) / 0.001999
     = 0.819910, and x₂ = −0.1 − 0.1 · 0.894737 / √0.819910 = −0.198812: the pull, rescaled, takes
     1.2 % off the second step where in SGD it took 20 %.
-    Decoupled: Adam itself sees slope 1 twice and steps by −0.1, as SGD does: −0.08, then −0.144.
     """
-    coupled = bias_after(Slope, 2, mu=2.0, optimiser="adam")
+    second = bias_after(Slope, 2, mu=2.0, optimiser="adam")
     m, v = 0.17 / 0.19, 0.001639 / 0.001999
-    assert coupled == pytest.approx(-0.1 - 0.1 * m / math.sqrt(v), rel=1e-7)
-    assert coupled == pytest.approx(-0.198812, abs=1e-6)
+    assert second == pytest.approx(-0.1 - 0.1 * m / math.sqrt(v), rel=1e-7)
+    assert second == pytest.approx(-0.198812, abs=1e-6)
     assert bias_after(Slope, 1, mu=2.0, optimiser="adam") == pytest.approx(-0.1, rel=1e-7)
-    after = {"mu": 2.0, "placement": "decoupled", "optimiser": "adam"}
-    assert bias_after(Slope, 1, **after) == pytest.approx(-0.08, rel=1e-7)
-    assert bias_after(Slope, 2, **after) == pytest.approx(-0.144, rel=1e-7)
 
 
 def test_two_heavy_ball_steps() -> None:
     """ρ = 0.9, slope 1, lr = 0.1, μ = 2: x₁ = −0.1.
 
-    Coupled, the pull enters the buffer: u₂ = 0.9 + 1 − 0.2 = 1.7, x₂ = −0.27.
-    Decoupled, it does not: x₁ = −0.08, u₂ = 1.9, x₂ = (−0.08 − 0.19) · 0.8 = −0.216.
+    The pull enters the buffer: u₂ = 0.9 + 1 − 0.2 = 1.7, x₂ = −0.27.
     """
     assert bias_after(Slope, 2, mu=2.0, optimiser="momentum") == pytest.approx(-0.27)
-    after = {"mu": 2.0, "placement": "decoupled", "optimiser": "momentum"}
-    assert bias_after(Slope, 2, **after) == pytest.approx(-0.216)
 
 
 @pytest.mark.parametrize("mu", [1.0, 9.0, 9.99])
@@ -190,9 +174,6 @@ def test_without_slope_the_pull_shrinks_geometrically(mu: float) -> None:
     """One step of −0.1, then s = 4 steps of the pull alone: x = −0.1 (1 − lr μ)^s."""
     expected = -0.1 * (1 - 0.1 * mu) ** 4
     assert bias_after(OneSlope, 5, mu=mu) == pytest.approx(expected, rel=1e-9)
-    # Decoupled, the pull also follows the first step: one factor more.
-    after = bias_after(OneSlope, 5, mu=mu, placement="decoupled")
-    assert after == pytest.approx(expected * (1 - 0.1 * mu), rel=1e-9)
 
 
 @pytest.mark.parametrize("mu", [0.5, 5.0, 9.5])
@@ -242,7 +223,7 @@ class Plain(nn.Module):
         return out
 
 
-def train_plainly(toy: Toy, client: int, mu: float, placement: str) -> Mapping[str, Tensor]:
+def train_plainly(toy: Toy, client: int, mu: float) -> Mapping[str, Tensor]:
     """One client, one batch at a time, with the penalty written as (μ/2) Σ (θ − θ^t)²."""
     model, task = Plain(toy), toy.task
     start = [p.detach().clone() for p in model.parameters()]
@@ -260,27 +241,21 @@ def train_plainly(toy: Toy, client: int, mu: float, placement: str) -> Mapping[s
             labels = torch.from_numpy(toy.data.labels)[index].double()
             images = ((pixels.float() - 127.5) / 127.5).double()
             loss = nn.functional.binary_cross_entropy_with_logits(model(images), labels)
-            if placement == "coupled":
-                pairs = zip(model.parameters(), start, strict=True)
-                loss = loss + mu / 2 * torch.stack([(p - s).square().sum() for p, s in pairs]).sum()
+            pairs = zip(model.parameters(), start, strict=True)
+            loss = loss + mu / 2 * torch.stack([(p - s).square().sum() for p, s in pairs]).sum()
             optimiser.zero_grad()
             loss.backward()  # type: ignore[no-untyped-call]
             optimiser.step()
-            if placement == "decoupled":
-                with torch.no_grad():
-                    for p, s in zip(model.parameters(), start, strict=True):
-                        p.sub_(task.lr * mu * (p - s))
     return {name: p.detach() for name, p in model.named_parameters()}
 
 
-@pytest.mark.parametrize("placement", PLACEMENTS)
 @pytest.mark.parametrize("optimiser", OPTIMISERS)
-def test_clients_equal_a_plain_training_loop(optimiser: Any, placement: str) -> None:
+def test_clients_equal_a_plain_training_loop(optimiser: Any) -> None:
     """Three clients of 9, 4 and 1 images in one stack, E = 3, against one loop per client."""
     mu = 4.0
     toy = Toy(
         "fedprox",
-        {"mu": mu, "placement": placement},
+        {"mu": mu},
         sizes=(9, 4, 1),
         epochs=3,
         lr=0.05,
@@ -288,7 +263,7 @@ def test_clients_equal_a_plain_training_loop(optimiser: Any, placement: str) -> 
         dtype=torch.float64,
     )
     for reply in replies_of(toy):
-        expected = train_plainly(toy, reply.client, mu, placement)
+        expected = train_plainly(toy, reply.client, mu)
         for name, tensor in reply.record.get(PARAMS).items():
             torch.testing.assert_close(tensor, expected[name], atol=1e-10, rtol=0)
 
@@ -296,7 +271,7 @@ def test_clients_equal_a_plain_training_loop(optimiser: Any, placement: str) -> 
 def test_train_loss_does_not_count_the_penalty() -> None:
     """``train_loss`` stays comparable across methods.
 
-    Two coupled SGD steps see the same models for any μ: θ^t, then θ^t − lr g, since the pull is 0
+    Two SGD steps see the same models for any μ: θ^t, then θ^t − lr g, since the pull is 0
     in the first. There the penalty is (μ/2) lr² ‖g‖² > 0, but the mean of the two losses is F_k's.
     """
     losses = []
@@ -328,14 +303,12 @@ def test_frozen_tensors_are_not_pulled() -> None:
             pulled.update(found)
             return found
 
-    for placement in PLACEMENTS:
-        toy = Toy("fedprox", {"mu": 5.0, "placement": placement}, method_class=FrozenHead)
-        state, _ = toy.run()
-        assert pulled == {"hidden.weight", "hidden.bias"} == set(state.get(PARAMS))
-        before = toy.initial().get(FROZEN)
-        assert set(before) == {"head.weight", "head.bias"}
-        assert all(torch.equal(t, before[name]) for name, t in state.get(FROZEN).items())
-        pulled.clear()
+    toy = Toy("fedprox", {"mu": 5.0}, method_class=FrozenHead)
+    state, _ = toy.run()
+    assert pulled == {"hidden.weight", "hidden.bias"} == set(state.get(PARAMS))
+    before = toy.initial().get(FROZEN)
+    assert set(before) == {"head.weight", "head.bias"}
+    assert all(torch.equal(t, before[name]) for name, t in state.get(FROZEN).items())
 
 
 # -- payload and settings -------------------------------------------------------------------------
@@ -352,7 +325,7 @@ def test_payload_is_fedavgs() -> None:
     ("values", "message"),
     [
         ({"mu": -0.1}, r"methods\.fedprox\.mu = -0\.1 is not allowed.*greater than or equal to 0"),
-        ({"placement": "after"}, r"placement = 'after' is not allowed.*'coupled' or 'decoupled'"),
+        ({"placement": "decoupled"}, r"methods\.fedprox\.placement is gone: .*leave it out"),
         ({"my": 0.1}, r"Unknown setting methods\.fedprox\.my\. Did you mean 'mu'\?"),
     ],
 )

@@ -569,15 +569,6 @@ def test_lanes_move_each_parameter_by_itself(optimiser: Any) -> None:
     assert all(torch.equal(again.params[n][1], one[n]) for n in shapes)
 
 
-def test_a_move_outside_the_optimiser_reaches_the_copy() -> None:
-    received = {"w.weight": torch.ones(1, 2, 2), "b": torch.ones(1, 2)}
-    lanes = Lanes(received, 1, TrainSettings(), frozenset({"w.weight"}))
-    lanes.load(received)
-    lanes.shift({name: torch.ones_like(t) for name, t in received.items()}, 0.25, 1)
-    leaves = lanes.leaves(1)
-    assert leaves["w.weight"].unique().tolist() == leaves["b"].unique().tolist() == [0.75]
-
-
 def test_losses_and_norms_are_taken_in_full_precision(monkeypatch: pytest.MonkeyPatch) -> None:
     """Half precision is for products: losses see float32 outputs, limits float32 gradients."""
     seen: set[tuple[str, torch.dtype]] = set()

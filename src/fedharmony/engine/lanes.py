@@ -157,14 +157,6 @@ class Lanes:
             copy = None if copy is None else copy.reshape(-1, row)
         self._update(memory[0], gradient, memory[1:], copy, factors, self._settings)
 
-    def shift(self, moves: Group, scale: float, width: int) -> None:
-        """``θ ← θ − rate · scale · move`` for the first ``width`` clients, past the optimiser."""
-        for name, move in moves.items():
-            place = self.params[name][:width]
-            place.sub_(move * self.rate.to(self.dtype), alpha=scale)
-            if name in self._copies:
-                self._copies[name][:width].copy_(place)
-
     def _rows(self, first: int, last: int) -> Tensor:
         """Clients ``first`` … ``last − 1`` as rows, copied."""
         return torch.cat([block.values[first:last] for block in self._blocks], dim=1)

@@ -15,7 +15,7 @@ from fedharmony.engine.compute_mode import ComputeMode
 from fedharmony.engine.gpu.compiled import Compiled
 from fedharmony.engine.gpu.graphs import StepInput
 from fedharmony.engine.lanes import Lanes
-from fedharmony.engine.optimise import TrainSettings, clip_gradients
+from fedharmony.engine.optimise import clip_gradients
 from fedharmony.engine.stacking import StackedMessage, narrow, over_clients
 from fedharmony.losses import Batch
 from fedharmony.methods.base import Method, Sweep
@@ -61,13 +61,12 @@ class Step:
         self,
         model: Model,
         method: Method,
-        settings: TrainSettings,
         data: ClientData,
         mode: ComputeMode,
         changes: AugmentSettings,
         show: Show,
     ) -> None:
-        self.model, self.method, self.settings, self.data = model, method, settings, data
+        self.model, self.method, self.data = model, method, data
         self.in_training = model.training()
         self.mode, self.changes, self._show = mode, changes, show
         native = mode.compile and getattr(method.loss, "stacked", False)
@@ -127,15 +126,12 @@ class Step:
         method, lanes = self.method, state.lanes
         params = narrow(lanes.params, width)
         pull = over_clients(method.pull, (0, 0, state.message.dims, 0))
-        if not method.pull_after_step:
-            for name, more in pull(params, received, groups, carry).items():
-                gradients[name] = more + gradients[name] if name in gradients else more
+        for name, more in pull(params, received, groups, carry).items():
+            gradients[name] = more + gradients[name] if name in gradients else more
         if method.max_grad_norm is not None:
             gradients = {n: g.to(lanes.dtype) for n, g in gradients.items()}
             clip_gradients(list(gradients.values()), method.max_grad_norm)
         lanes.step(gradients)
-        if method.pull_after_step:
-            lanes.shift(pull(params, received, groups, carry), self.settings.lr, width)
 
 
 def _kept_loss(method: Method) -> Callable[[Tensor, Batch, Groups, Tensors], Tensor]:

@@ -46,7 +46,7 @@ class Trainer:
         changes: AugmentSettings,
         show: Show,
     ) -> None:
-        self.step = Step(model, method, settings, data, mode, changes, show)
+        self.step = Step(model, method, data, mode, changes, show)
         self.method, self.settings, self.data = method, settings, data
         self.mode, self.shapes, self.frozen, self.changes = mode, mode.shapes, frozen, changes
         self._lanes: Lanes | None = None

@@ -285,8 +285,6 @@ class Method:
     #: Whether :meth:`draw` and :meth:`pull` are overridden; set by themselves.
     draws: ClassVar[bool] = False
     pulls: ClassVar[bool] = False
-    #: Whether :meth:`pull` moves parameters after the optimiser's step instead of entering it.
-    pull_after_step: bool = False
     #: Largest norm of a client's gradient; None leaves it alone.
     max_grad_norm: float | None = None
 

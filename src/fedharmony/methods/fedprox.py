@@ -7,21 +7,19 @@ Li et al., "Federated Optimization in Heterogeneous Networks", MLSys 2020, arXiv
 ``θ^{t+1} = Σ_k p_k θ_k``                             ``aggregate`` of the base class
 ====================================================  ============================
 
-*Coupled*, the pull is part of the gradient and passes through the optimiser: Adam's moments rescale
-it per coordinate. This is what published code with Adam does. *Decoupled*, it moves the parameters
-after the step, ``θ ← θ − η μ (θ − θ^t)`` with the learning rate η. With plain SGD the two differ by
-``η² μ g`` a step; with Adam they are different methods.
+The pull is part of the gradient and passes through the optimiser: Adam's moments rescale it per
+coordinate. This is what published code with Adam does.
 """
 
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
-from typing import Annotated, Any, ClassVar, Literal
+from typing import Annotated, Any, ClassVar
 
 from annotated_types import Ge
 
-from fedharmony.methods.base import Method, Task, methods, stacked
+from fedharmony.methods.base import Method, methods, stacked
 from fedharmony.types import Group, Groups, Tensors
 
 
@@ -35,26 +33,20 @@ class FedProx(Method):
 
         Attributes:
             mu: μ, for the mean task loss; 0 is FedAvg.
-            placement: the pull enters the gradient ("coupled") or follows the step ("decoupled").
         """
 
         mu: Annotated[float, Ge(0)] = 0.01
-        placement: Literal["coupled", "decoupled"] = "coupled"
+
+        REMOVED: ClassVar[Mapping[str, str]] = {
+            "placement": "the pull is part of the gradient, as 'coupled' was; leave it out"
+        }
 
     config: Config
 
     search: ClassVar[Mapping[str, Sequence[Any]]] = {"mu": (1e-4, 1e-3, 1e-2, 1e-1, 1.0)}
 
-    def __init__(self, config: Config, task: Task) -> None:
-        super().__init__(config, task)
-        self.pull_after_step = config.placement == "decoupled"
-
     @stacked
     def pull(self, params: Group, start: Group, message: Groups, carry: Tensors) -> Tensors:
-        """``μ (θ − θ^t)``: the gradient of ``(μ/2) ‖θ − θ^t‖²``, defined at θ = θ^t too."""
-        return proximal(self.config.mu, params, start)
-
-
-def proximal(mu: float, params: Group, start: Group) -> Tensors:
-    """``μ (θ − θ^t)``; nothing at all for μ = 0."""
-    return {name: mu * (params[name] - start[name]) for name in params} if mu else {}
+        """``μ (θ − θ^t)``: the gradient of ``(μ/2) ‖θ − θ^t‖²``; nothing at all for μ = 0."""
+        mu = self.config.mu
+        return {name: mu * (params[name] - start[name]) for name in params} if mu else {}
