@@ -27,9 +27,8 @@ from fedharmony.experiments import run
 from fedharmony.experiments.folder import RunFolder
 from fedharmony.experiments.settings import load_settings
 from fedharmony.losses import Batch, LossSettings
-from fedharmony.methods import fedcurv as module
 from fedharmony.methods.base import ClientView, Stage, Task
-from fedharmony.methods.fedcurv import FISHER, MEMBERS, SEEN, SUM_U, SUM_V, FedCurv
+from fedharmony.methods.fedcurv import FISHER, MEMBERS, SUM_U, SUM_V, FedCurv
 from fedharmony.models.base import Backbone, InputSpec, Model, Shapes
 from fedharmony.models.heads import LinearHead
 from fedharmony.models.vit import ViT
@@ -545,23 +544,13 @@ def test_leave_one_out() -> None:
 def test_a_refused_reply_is_not_subtracted() -> None:
     """Rounds 0 and 1; the client remembers its reply of round 1, which the server did not take.
 
-    With the last cohort nothing of the client is in the sums. With memory its old share is, and
-    what the client remembers is another one: it subtracts nothing rather than something wrong.
+    Nothing of the client is in the sums, and it subtracts nothing.
     """
     reports = {k: Report.of(k) for k in range(3)}
     later = {0: Report.of(10), 2: Report.of(12)}
-    for policy, inside in (
-        ("last_cohort", [later[0], later[2]]),
-        ("memory", [later[0], reports[1], later[2]]),
-    ):
-        method = curv(policy=policy)
-        state = after(method, [reports, later])
-        close(carried(method, state, 1, (1, Report.of(11))), sums(method, inside), 1e-12)
-    method = curv(policy="memory")
+    method = curv()
     state = after(method, [reports, later])
-    close(
-        carried(method, state, 1, (0, reports[1])), sums(method, [later[0], later[2]]), 1e-12
-    )  # had it not tried again
+    close(carried(method, state, 1, (1, Report.of(11))), sums(method, [*later.values()]), 1e-12)
 
 
 def test_an_old_share_is_not_subtracted_from_the_last_cohort() -> None:
@@ -571,20 +560,15 @@ def test_an_old_share_is_not_subtracted_from_the_last_cohort() -> None:
     close(carried(method, state, 1, (0, Report.of(1))), sums(method, [Report.of(10)]), 1e-12)
 
 
-def test_policies_by_hand() -> None:
-    """Cohorts {0, 1}, then {1, 2}: the last cohort alone, or client 0's old report with them."""
+def test_the_sums_are_of_the_last_cohort() -> None:
+    """Cohorts {0, 1}, then {1, 2}: nothing of client 0 is left."""
     rounds = [{0: Report.of(0), 1: Report.of(1)}, {1: Report.of(11), 2: Report.of(12)}]
-    for policy, members in (
-        ("last_cohort", {1: 1, 2: 1}),
-        ("memory", {0: 0, 1: 1, 2: 1}),
-    ):
-        method = curv(policy=policy)
-        state = after(method, rounds)
-        table = state.get(MEMBERS)
-        listed = zip(table["client"].tolist(), table["round"].tolist(), strict=True)
-        assert dict(listed) == members
-        inside = [rounds[t][k] for k, t in members.items()]
-        close(carried(method, state, 9, None), sums(method, inside), 1e-12)
+    method = curv()
+    state = after(method, rounds)
+    table = state.get(MEMBERS)
+    listed = zip(table["client"].tolist(), table["round"].tolist(), strict=True)
+    assert dict(listed) == {1: 1, 2: 1}
+    close(carried(method, state, 9, None), sums(method, [*rounds[1].values()]), 1e-12)
 
 
 def test_nobody_reported() -> None:
@@ -601,17 +585,16 @@ def test_dead_coordinates_are_not_pulled() -> None:
     for k, report in reports.items():
         report.fisher["b"][0] = 0.0
         report.fisher["b"][1] = 1 / 3 if k == 1 else 0.0
-    for payload in ("float32", "float16"):
-        method = curv(weight=1e6, payload=payload)
-        single = {
-            k: Report(*({n: t.float() for n, t in x.items()} for x in (r.theta, r.fisher)))
-            for k, r in reports.items()
-        }
-        state = after(method, [single])
-        carry = carried(method, state, 1, (0, single[1]))
-        pull = method.pull({n: t.float() for n, t in Report.of(9).theta.items()}, {}, {}, carry)
-        assert pull["b"][:2].tolist() == [0.0, 0.0]
-        assert (pull["b"][2:] != 0).all()
+    method = curv(weight=1e6)
+    single = {
+        k: Report(*({n: t.float() for n, t in x.items()} for x in (r.theta, r.fisher)))
+        for k, r in reports.items()
+    }
+    state = after(method, [single])
+    carry = carried(method, state, 1, (0, single[1]))
+    pull = method.pull({n: t.float() for n, t in Report.of(9).theta.items()}, {}, {}, carry)
+    assert pull["b"][:2].tolist() == [0.0, 0.0]
+    assert (pull["b"][2:] != 0).all()
 
 
 # -- whole rounds ---------------------------------------------------------------------------------
@@ -646,22 +629,19 @@ def test_the_first_round_is_fedavg_and_the_second_is_not() -> None:
     assert not same_bits(model_of(plain[1]), model_of(curved[1]))
 
 
-@pytest.mark.parametrize("payload", ["float32", "float16"])
-@pytest.mark.parametrize("policy", ["last_cohort", "memory"])
-def test_a_single_client_is_never_pulled(policy: str, payload: str) -> None:
+def test_a_single_client_is_never_pulled() -> None:
     """With m = 1, U − u and V − v are exactly zero: every round equals FedAvg's to the bit."""
-    config = {"weight": 1e3, "policy": policy, "payload": payload}
     plain = states(Toy("fedavg", sizes=(9,)))
-    curved = states(Toy("fedcurv", config, sizes=(9,)))
+    curved = states(Toy("fedcurv", {"weight": 1e3}, sizes=(9,)))
     for a, b in zip(plain, curved, strict=True):
         assert same_bits(model_of(a), model_of(b))
     assert curved[0].get(SUM_U)["head.bias"].max() > 0
 
 
-def plainly(toy: Toy, weight: float, policy: str, refused: set[tuple[int, int]]) -> list[Record]:
+def plainly(toy: Toy, weight: float, refused: set[tuple[int, int]]) -> list[Record]:
     """FedCurv again, one client after another, with the penalty as the paper writes it.
 
-    Every client's last report that the server took is in ``table``; it is never turned into sums.
+    What the server took of the last cohort is in ``table``; it is never turned into sums.
     """
     assert toy.data is not None
     theta, clients = dict(toy.initial().get(PARAMS)), split(toy.sizes)
@@ -700,7 +680,7 @@ def plainly(toy: Toy, weight: float, policy: str, refused: set[tuple[int, int]])
             n: sum((toy.sizes[k] / total) * m[n] for k, m in models.items())  # type: ignore[misc]
             for n in theta
         }
-        table = reports if policy == "last_cohort" else {**table, **reports}
+        table = reports
         sums_now = sums(curv(), [report for _, report in table.values()])
         result.append(
             Record({PARAMS: theta, SUM_U: part(sums_now, "u"), SUM_V: part(sums_now, "v")})
@@ -728,12 +708,11 @@ class Refusing:
             yield answer
 
 
-@pytest.mark.parametrize("policy", ["last_cohort", "memory"])
-def test_rounds_equal_a_plain_reimplementation(policy: str) -> None:
+def test_rounds_equal_a_plain_reimplementation() -> None:
     """Six rounds, cohorts of 3 out of 5, two replies refused; models, U and V in float64."""
     toy = Toy(
         "fedcurv",
-        {**TEMPERATE, "policy": policy},
+        TEMPERATE,
         rounds=6,
         cohort=3,
         dtype=torch.float64,
@@ -751,7 +730,7 @@ def test_rounds_equal_a_plain_reimplementation(policy: str) -> None:
     )
     refused = {early, again}
     toy.transport = Refusing(toy.transport, refused)
-    expected = plainly(toy, TEMPERATE["weight"], policy, refused)
+    expected = plainly(toy, TEMPERATE["weight"], refused)
     for found, wanted in zip(states(toy), expected, strict=True):
         for group in wanted.groups:
             close(found.get(group), wanted.get(group), 1e-8)
@@ -774,51 +753,19 @@ def test_pull_strength_is_logged() -> None:
     assert events[-1]["log"]["pull_strength"] == pytest.approx(0.25 * float(U.mean()), rel=1e-6)
 
 
-# -- the table of the server ----------------------------------------------------------------------
-
-
-def test_memory_refuses_a_table_that_is_too_large(monkeypatch: pytest.MonkeyPatch) -> None:
-    """ViT-B/16 with 20 labels, P = 85,814,036: 41,131 clients need 8 P bytes each, 28 TB."""
-    params = {"w": torch.empty(85_814_036, device="meta")}
-    task = replace(TASK, clients=41_131)
-    with pytest.raises(ConfigError, match=r"all 41,131 clients .* 26,297\.7 GiB .*'last_cohort'"):
-        curv(task, policy="memory").init_state(params, {})
-    curv(task).init_state(params, {})
-    curv(task, policy="memory", weight=0.0).init_state(params, {})
-    small = {"w": torch.zeros(5)}
-    for payload, size in (("float32", 4), ("float16", 2)):
-        method = curv(policy="memory", payload=payload)
-        monkeypatch.setattr(module, "LARGEST_TABLE", TASK.clients * 2 * size * 5)
-        method.init_state(small, {})
-        monkeypatch.setattr(module, "LARGEST_TABLE", TASK.clients * 2 * size * 5 - 1)
-        with pytest.raises(ConfigError, match="memory"):
-            method.init_state(small, {})
-
-
-def test_the_table_holds_no_more_than_it_says() -> None:
-    """Replies are views of a stack; what the server keeps of one client must not keep them all."""
-    state, _ = Toy("fedcurv", {"policy": "memory"}, rounds=2, cohort=2).run()
-    clients = state.get(MEMBERS)["client"].tolist()
-    assert {g for g in state.groups if g.startswith(SEEN)} == {f"{SEEN}{k}" for k in clients}
-    for client in clients:
-        for tensor in state.get(f"{SEEN}{client}").values():
-            assert tensor.untyped_storage().nbytes() == tensor.nbytes
-
-
 # -- what travels ---------------------------------------------------------------------------------
 
 
 def test_payload_is_counted() -> None:
-    """P numbers in T tensors, m = 5 clients.
+    """P numbers, m = 5 clients.
 
-    Up: θ, u, v are 12 P bytes; with float16 8 P, and 2T scales of 4 bytes. Down: 4 P in round 0,
-    then 12 P and 8 bytes that tell the round of the client's share.
+    Up: θ, u, v are 12 P bytes. Down: 4 P in round 0, then 12 P and 8 bytes that tell the round of
+    the client's share.
     """
-    P, T, m = 48 * 8 + 8 + 8 * CLASSES + CLASSES, 4, 5
-    for payload, up in (("float32", 12 * P), ("float16", 8 * P + 2 * T * 4)):
-        _, events = Toy("fedcurv", {"payload": payload}, rounds=2).run()
-        assert [e["bytes_up"] for e in events] == [m * up] * 2
-        assert [e["bytes_down"] for e in events] == [m * 4 * P, m * (12 * P + 8)]
+    P, m = 48 * 8 + 8 + 8 * CLASSES + CLASSES, 5
+    _, events = Toy("fedcurv", rounds=2).run()
+    assert [e["bytes_up"] for e in events] == [m * 12 * P] * 2
+    assert [e["bytes_down"] for e in events] == [m * 4 * P, m * (12 * P + 8)]
 
 
 def test_u_and_v_are_sent_by_reference() -> None:
@@ -830,69 +777,12 @@ def test_u_and_v_are_sent_by_reference() -> None:
         assert all(m.get(group)["a"] is state.get(group)["a"] for m in messages.values())
 
 
-def test_float16_is_near_and_exact_in_itself() -> None:
-    """Half precision keeps 11 bits, down to 2⁻²⁵ of a tensor's largest entry.
-
-    What a client subtracts is what the server added, so the others' sums come out as if the client
-    had not been there; and v is made from the u that is sent, so v/u is θ̂ up to v's rounding.
-    """
-    reports = {k: Report.of(k) for k in range(3)}
-    method = curv(payload="float16")
-    sent = {k: r.reply(method, k).record.get(FISHER) for k, r in reports.items()}
-    for k, report in reports.items():
-        for n, fisher in report.fisher.items():
-            u = sent[k][f"u.{n}"]
-            assert u.dtype == sent[k][f"v.{n}"].dtype == torch.float16
-            u = u.double() * sent[k][f"scale.u.{n}"]
-            v = sent[k][f"v.{n}"].double() * sent[k][f"scale.v.{n}"]
-            assert ((u - fisher).abs() <= fisher * 2**-11 + fisher.max() * 2**-25).all()
-            exact = u * report.theta[n]
-            assert ((v - exact).abs() <= exact.abs() * 2**-11 + exact.abs().max() * 2**-25).all()
-    state = after(method, [reports])
-    alone = after(method, [{k: reports[k] for k in (0, 2)}])
-    close(
-        carried(method, state, 1, (0, reports[1])),
-        carried(method, alone, 1, None),
-        1e-14,
-    )
-
-
-def test_float16_of_tiny_values() -> None:
-    """1e-20 squares are not lost in half precision: each tensor has its scale. 0 stays 0."""
-    method = curv(payload="float16")
-    found = finished(method, {"w": torch.tensor([1e-20, 4e-21]), "none": torch.zeros(2)})
-    read = found["u.w"].float() * found["scale.u.w"]
-    torch.testing.assert_close(read, torch.tensor([1e-20, 4e-21]), rtol=2**-11, atol=0)
-    assert found["u.none"].tolist() == found["v.none"].tolist() == [0.0, 0.0]
-
-
-def test_where_u_rounds_to_zero_v_is_zero() -> None:
-    """A u of 1e-9 of the largest is lost; v alone would push the coordinate for ever."""
-    sweep = curv(payload="float16").sweep()
+def test_a_reply_must_have_its_form() -> None:
+    params, sweep = {"w": torch.zeros(2, 3)}, curv().sweep()
     assert sweep is not None
-    fisher, theta = torch.tensor([1.0, 1e-9]), torch.tensor([1e-6, 1e6])
-    found = sweep.finish({"": torch.tensor(1.0), "w": fisher}, {"w": theta})
-    assert found["u.w"].tolist() == [1.0, 0.0]
-    assert found["v.w"][1].item() == 0.0
-
-
-def test_float16_trains_like_float32() -> None:
-    models = [
-        Toy("fedcurv", {"weight": 1.0, "payload": payload}).run()[0].get(PARAMS)
-        for payload in ("float32", "float16")
-    ]
-    gaps = [float((models[0][n] - models[1][n]).abs().max()) for n in models[0]]
-    assert 0 < max(gaps) < 0.01
-
-
-def test_a_reply_must_have_what_the_payload_says() -> None:
-    params = {"w": torch.zeros(2, 3)}
-    for payload in ("float32", "float16"):
-        sweep = curv(payload=payload).sweep()
-        assert sweep is not None
-        sent = sweep.finish({"": torch.tensor(1.0), **params}, params)
-        expected = {n: form[:2] for n, form in sweep.forms(params).items()}
-        assert expected == {n: (tuple(t.shape), t.dtype) for n, t in sent.items()}
+    sent = sweep.finish({"": torch.tensor(1.0), **params}, params)
+    expected = {n: form[:2] for n, form in sweep.forms(params).items()}
+    assert expected == {n: (tuple(t.shape), t.dtype) for n, t in sent.items()}
 
 
 def test_one_kind_of_labels_draws_nothing() -> None:
@@ -927,13 +817,12 @@ def kill_in(round: int, percent: int) -> Any:
     return observe
 
 
-@pytest.mark.parametrize("policy", ["last_cohort", "memory"])
-def test_a_killed_run_resumes_to_the_bit(policy: str, tmp_path: Path) -> None:
+def test_a_killed_run_resumes_to_the_bit(tmp_path: Path) -> None:
     """Killed in round 2 when two of three clients have remembered what they sent.
 
     The memory matters: without it the rest would be another run, and is refused.
     """
-    settings = load_settings("demo", [*SMALL, f"methods.fedcurv.policy={policy}"])
+    settings = load_settings("demo", SMALL)
     whole = run.start(settings, RunFolder(tmp_path / "whole"), lambda e: None)
     with pytest.raises(Killed):
         run.start(settings, RunFolder(tmp_path / "cut"), kill_in(2, 67))
@@ -955,12 +844,12 @@ def test_a_killed_run_resumes_to_the_bit(policy: str, tmp_path: Path) -> None:
     [
         ("weight", -0.1),
         ("weight", math.nan),
-        ("policy", "everyone"),
         ("fisher_labels", "soft"),
         ("fisher_samples", 0),
         ("clip_quantile", 0.0),
         ("clip_quantile", 1.01),
-        ("payload", "bfloat16"),
+        ("policy", "memory"),
+        ("payload", "float16"),
         ("lambda", 1.0),
     ],
 )
@@ -1003,14 +892,3 @@ def test_a_damaged_memory_stops_the_run_instead_of_costing_a_client(tmp_path: Pa
     fresh = Toy("fedcurv", rounds=2, memory=tmp_path)
     with pytest.raises(CheckpointError, match="damaged"):
         fresh.loop().run(state, 1, lambda event: None, lambda round, state: None)
-
-
-def test_a_table_too_large_is_refused_before_a_folder_is_made(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    monkeypatch.setattr(module, "LARGEST_TABLE", 10)
-    changes = ["run.method=fedcurv", "methods.fedcurv.policy=memory", "data.train=60"]
-    settings = load_settings("demo", [*changes, "data.test=20", "split.clients=3"])
-    with pytest.raises(ConfigError, match="last_cohort"):
-        run.start(settings, RunFolder(tmp_path / "run"), lambda event: None)
-    assert not (tmp_path / "run").exists()

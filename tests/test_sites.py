@@ -321,7 +321,7 @@ def test_a_resumed_run_waits_for_all_of_its_sites(
 
 def test_a_site_forgets_what_the_server_never_heard(home: Any, tmp_path: Path) -> None:
     """One site trains in round 1 and its answer is lost: it has not taken part, here as there."""
-    changes = ["run.method=fedcurv", "federation.cohort=3", "methods.fedcurv.policy=memory"]
+    changes = ["run.method=fedcurv", "federation.cohort=3"]
     settings = settings_of(home, *changes)
 
     def lost(post: Memory, delivered: bool) -> Any:

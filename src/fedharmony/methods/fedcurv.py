@@ -15,8 +15,8 @@ the others are held, the rest may move.
 over images of the squared gradient of ``Σ_c BCE_c``, one gradient per image. A square of batch
 means would be smaller by about the batch size.
 
-Deviation: the paper lets every client take part in every round; ``policy`` says what U and V hold
-when they do not. Deviation: the largest entries of I_j are cut (``clip_quantile``).
+Deviation: the paper lets every client take part in every round; here U and V are sums over those
+who took part last. Deviation: the largest entries of I_j are cut (``clip_quantile``).
 """
 
 from __future__ import annotations
@@ -30,7 +30,6 @@ import torch
 from annotated_types import Ge, Gt, Le
 from torch import Tensor
 
-from fedharmony.errors import ConfigError
 from fedharmony.losses import Batch, LossSettings, entries
 from fedharmony.methods.base import (
     ClientView,
@@ -47,10 +46,6 @@ from fedharmony.types import PARAMS, Form, Group, Groups, Messages, Record, Repl
 FISHER = "fisher"  # reply: u_k, v_k; message: of which round the client's share in U, V is
 SUM_U, SUM_V = "fisher_u", "fisher_v"  # state and message: U, V
 MEMBERS = "fisher_members"  # state: whose share is in U and V, and of which round it is
-SEEN = "fisher_of_"  # state, policy "memory": the last (u_j, v_j) of client j
-
-#: Server memory that the policy "memory" may take, in bytes.
-LARGEST_TABLE = 16 * 2**30
 
 
 @methods.register("fedcurv")
@@ -63,21 +58,21 @@ class FedCurv(Method):
 
         Attributes:
             weight: λ, for the mean task loss; 0 is FedAvg, at FedAvg's cost.
-            policy: U and V from the "last_cohort", or from the last report of every client ever
-                seen ("memory": the server keeps 2P numbers per client, for few clients only).
             fisher_labels: gradients at the "true" labels (empirical Fisher), or at labels "sampled"
                 from the model (Fisher).
             fisher_samples: at most this many images of a client, drawn each round.
             clip_quantile: larger entries of I are cut to this quantile of the client's; 1 is off.
-            payload: "float16" halves what u and v cost, each tensor with a scale of its own.
         """
 
         weight: Annotated[float, Ge(0)] = 1e-2
-        policy: Literal["last_cohort", "memory"] = "last_cohort"
         fisher_labels: Literal["true", "sampled"] = "true"
         fisher_samples: Annotated[int, Ge(1)] = 500
         clip_quantile: Annotated[float, Gt(0), Le(1)] = 0.999
-        payload: Literal["float32", "float16"] = "float32"
+
+        REMOVED: ClassVar[Mapping[str, str]] = {
+            "policy": "U and V are of the last cohort, as with 'last_cohort'; leave it out",
+            "payload": "u and v are sent in the model's precision; leave it out",
+        }
 
     config: Config
 
@@ -87,22 +82,9 @@ class FedCurv(Method):
     def no_sums(self) -> str:
         """The Fisher information of each client."""
         return (
-            "its server side reads u and v of single clients, and with policy = 'memory' it keeps "
-            "them. Use federation.server_sees = 'replies', or fedprox"
+            "its server side reads u and v of single clients. Use federation.server_sees = "
+            "'replies', or fedprox"
         )
-
-    def init_state(self, params: Tensors, buffers: Tensors) -> Record:
-        """As FedAvg; refuses a table that would not fit."""
-        size = 2 if self.config.payload == "float16" else 4
-        needed = self.task.clients * 2 * size * sum(t.numel() for t in params.values())
-        if self.config.weight and self.config.policy == "memory" and needed > LARGEST_TABLE:
-            raise ConfigError(
-                f"methods.fedcurv.policy = 'memory' keeps (u, v) of all {self.task.clients:,} "
-                f"clients on the server, {needed / 2**30:,.1f} GiB here; "
-                f"{LARGEST_TABLE / 2**30:,.0f} GiB is the limit. Use policy = 'last_cohort', fewer "
-                "clients or a smaller model."
-            )
-        return super().init_state(params, buffers)
 
     # -- client ------------------------------------------------------------------------------------
 
@@ -129,7 +111,7 @@ class FedCurv(Method):
         own = int(message.get(FISHER)["round"])
         mine = "round" in view.memory and own == int(view.memory["round"])
         return {
-            f"{kind}.{name}": total - _read(view.memory, f"{kind}.{name}") if mine else total
+            f"{kind}.{name}": total - view.memory[f"{kind}.{name}"] if mine else total
             for kind, group in (("u", SUM_U), ("v", SUM_V))
             for name, total in message.get(group).items()
         }
@@ -171,20 +153,15 @@ class FedCurv(Method):
             if config.clip_quantile < 1:
                 largest = _quantile(fisher, config.clip_quantile)
                 fisher = {n: t.minimum(largest) for n, t in fisher.items()}
-            u = self._pack({f"u.{n}": t for n, t in fisher.items()})
-            # From u as it is sent: a coordinate without u has no v either, and none is pulled.
-            return u | self._pack({f"v.{n}": _read(u, f"u.{n}") * t for n, t in params.items()})
+            u = {f"u.{n}": t for n, t in fisher.items()}
+            return u | {f"v.{n}": fisher[n] * t for n, t in params.items()}
 
         def forms(params: Group) -> Mapping[str, Form]:
-            found = {}
-            for kind, low in (("u", 0.0), ("v", -math.inf)):  # u is a mean of squares
-                for name, t in params.items():
-                    packed = config.payload != "float32"
-                    dtype = torch.float16 if packed else t.dtype
-                    found[f"{kind}.{name}"] = Form(tuple(t.shape), dtype, low)
-                    if packed:
-                        found[f"scale.{kind}.{name}"] = Form((), t.dtype, 0.0)
-            return found
+            return {
+                f"{kind}.{name}": Form(tuple(t.shape), t.dtype, low)
+                for kind, low in (("u", 0.0), ("v", -math.inf))  # u is a mean of squares
+                for name, t in params.items()
+            }
 
         return Sweep(
             FISHER,
@@ -198,15 +175,6 @@ class FedCurv(Method):
             draw=draw if config.fisher_labels == "sampled" else None,
         )
 
-    def _pack(self, tensors: Tensors) -> Tensors:
-        """As sent: float32, or float16 in units of each tensor's largest entry."""
-        if self.config.payload == "float32":
-            return tensors
-        scales = {n: t.abs().amax().clamp(min=1e-30) for n, t in tensors.items()}
-        return {n: (t / scales[n]).half() for n, t in tensors.items()} | {
-            f"scale.{n}": scale for n, scale in scales.items()
-        }
-
     def remember(self, round: int, reply: Record) -> Tensors:
         """What was sent, as it was sent: only that can be taken out of U and V again."""
         sent = reply.get(FISHER)
@@ -215,39 +183,29 @@ class FedCurv(Method):
     # -- server ------------------------------------------------------------------------------------
 
     def aggregate(self, state: Record, round: int, sent: Messages, replies: Replies) -> Outcome:
-        """FedAvg's mean; U and V are plain sums over the last cohort, or over all ever seen."""
+        """FedAvg's mean; U and V are plain sums over the last cohort."""
         if self.config.weight == 0:
             return super().aggregate(state, round, sent, replies)
-        remembers = self.config.policy == "memory"
         rounds: dict[int, int] = {}
-        seen: dict[str, Group] = {}
         sums: Tensors = {}
 
         def noted() -> Replies:
             for reply in replies:
-                rounds[reply.client], fisher = round, reply.record.get(FISHER)
-                if remembers:
-                    # A copy: what arrives may be a view that keeps a whole stack of clients alive.
-                    seen[f"{SEEN}{reply.client}"] = {n: t.clone() for n, t in fisher.items()}
-                else:
-                    _add(sums, fisher)
+                rounds[reply.client] = round
+                for name, tensor in reply.record.get(FISHER).items():
+                    known = name in sums
+                    sums[name] = sums[name].add_(tensor) if known else tensor.double().clone()
                 yield reply
 
         outcome = super().aggregate(state, round, sent, noted())
         if not rounds:
             return outcome
-        if remembers:
-            rounds = {**rounds_of(state.get(MEMBERS)), **rounds}
-            names = [f"{SEEN}{client}" for client in sorted(rounds)]
-            seen = {name: seen.get(name) or state.get(name) for name in names}
-            for fisher in seen.values():
-                _add(sums, fisher)
         params = state.get(PARAMS)
         U, V = ({n: sums[f"{kind}.{n}"].to(t.dtype) for n, t in params.items()} for kind in "uv")
         total = sum(t.sum(dtype=torch.float64) for t in U.values())
         mean = float(total) / sum(t.numel() for t in U.values())
         return Outcome(
-            outcome.state.replace({**seen, SUM_U: U, SUM_V: V, MEMBERS: members(rounds)}),
+            outcome.state.replace({SUM_U: U, SUM_V: V, MEMBERS: members(rounds)}),
             outcome.weights,
             {**outcome.log, "pull_strength": self.config.weight * mean},
             outcome.left_out,
@@ -264,17 +222,3 @@ def _quantile(tensors: Tensors, share: float) -> Tensor:
     above = len(values) - math.ceil(share * len(values))
     # torch.quantile takes no more than 16 million entries.
     return values.topk(above + 1, sorted=False).values.amin()
-
-
-def _read(tensors: Group, name: str) -> Tensor:
-    """A tensor as it was before :meth:`FedCurv._pack`, up to rounding."""
-    scale = tensors.get(f"scale.{name}")
-    return tensors[name] if scale is None else tensors[name].to(scale.dtype) * scale
-
-
-def _add(sums: Tensors, fisher: Group) -> None:
-    """Add one client's u and v to float64 sums."""
-    for name in fisher:
-        if not name.startswith("scale."):
-            value = _read(fisher, name)
-            sums[name] = sums[name].add_(value) if name in sums else value.double().clone()
