@@ -72,7 +72,7 @@ def run(tmp_path_factory: pytest.TempPathFactory) -> tuple[Path, Path, list[Path
     return here, folder / "data", tests
 
 
-VARIANTS = [*methods.names(), "fedavg:plus", "spherefed:s2", "spherefed:s0"]
+VARIANTS = [*methods.names(), "fedavg:plus", "spherefed:s2"]
 
 
 @pytest.mark.parametrize(

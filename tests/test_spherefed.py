@@ -179,15 +179,14 @@ def test_best_attainable_score_and_loss(positives: int) -> None:
     assert gradient.abs().max() < 1e-6
 
 
-@pytest.mark.parametrize("variant", ["s1", "s0"])
-def test_loss_by_hand(variant: str) -> None:
+def test_loss_by_hand() -> None:
     """Image 1 has two labels, target (1, 1, 0)/√2; image 2 has none, target 0.
 
     (0.6 − 0.70711)² + (0.2 − 0.70711)² + 0.1² = 0.011472 + 0.257157 + 0.01 = 0.278629;
     0.3² + 0 + 0.5² = 0.34; their mean is 0.309315. The gradient is 2 (o − target) / 2.
     """
     value, gradient = loss_of(
-        method(variant=variant),
+        method(),
         [[0.6, 0.2, -0.1], [0.3, 0.0, 0.5]],
         batch_of([[1, 1, 0], [0, 0, 0]]),
     )
@@ -235,7 +234,7 @@ def test_s2_is_the_task_loss_on_scaled_cosines() -> None:
 
 def test_training_equals_a_plain_loop() -> None:
     """One client, one round, in float64: torch modules, torch's Adam, an explicit target."""
-    toy = Toy("spherefed", {"variant": "s0"}, sizes=(7,), rounds=1, dtype=torch.float64)
+    toy = Toy("spherefed", sizes=(7,), rounds=1, dtype=torch.float64)
     start, data = toy.initial(), toy_data(7)
     hidden = torch.nn.Linear(48, 8).double()
     hidden.load_state_dict({n: start.get(PARAMS)[f"hidden.{n}"] for n in ("weight", "bias")})
@@ -269,7 +268,6 @@ def test_when_everyone_counts_and_calibrates() -> None:
 
     update = ["update"]
     assert names(method()) == [["count", "update"], update, update, ["update", "calibrate"]]
-    assert names(method(variant="s0")) == [["count", "update"], update, update, update]
     assert names(method(variant="s2")) == [update] * 4
     single = method(replace(TASK, rounds=1))
     assert names(single) == [["count", "update", "calibrate"]]
@@ -294,10 +292,8 @@ def test_the_head_never_travels() -> None:
         2 * model,
         2 * model + 5 * 8 * 100,
     ]
-    for variant, first in (("s0", 5 * 8), ("s2", 0)):
-        _, events = Toy("spherefed", {"variant": variant}, rounds=2, cohort=2).run()
-        assert [e["bytes_down"] for e in events] == [2 * model] * 2
-        assert [e["bytes_up"] for e in events] == [2 * model + first, 2 * model]
+    _, events = Toy("spherefed", {"variant": "s2"}, rounds=2, cohort=2).run()
+    assert [e["bytes_down"] for e in events] == [e["bytes_up"] for e in events] == [2 * model] * 2
 
 
 def test_the_head_is_frozen_until_it_is_calibrated() -> None:
@@ -510,8 +506,7 @@ def test_labels_per_image_of_a_run() -> None:
     [
         ("s1", {"labels_per_image": 4.0, "calibrated": True}, 0.5),
         ("s1", {"labels_per_image": 4.0}, 0.25),
-        ("s0", {"labels_per_image": 4.0}, 0.25),
-        ("s0", {"labels_per_image": 0.3}, 0.5),  # targets are never longer than 1
+        ("s1", {"labels_per_image": 0.3}, 0.5),  # targets are never longer than 1
         ("s2", {}, 0.25),
     ],
 )
@@ -562,10 +557,10 @@ def test_state_survives_a_checkpoint(tmp_path: Path) -> None:
 
 def test_calibration_helps_where_labels_are_several() -> None:
     """On the toy's training images: calibrated scores fit the labels better than cosines do."""
-    errors = []
-    for variant in ("s0", "s1"):
-        toy = Toy("spherefed", {"variant": variant}, rounds=10)
-        state, _ = toy.run()
+    toy, errors = Toy("spherefed", rounds=10), []
+    state, _ = toy.run()
+    for head in (toy.initial(), state):
+        state = state.replace({FROZEN: head.get(FROZEN)})
         whole = {n: t[None] for g in (PARAMS, FROZEN) for n, t in state.get(g).items()}
         outputs = toy.model.apply(whole, toy.method.normalise(toy.data.images.pixels, {}, {})[None])
         errors.append(float((outputs[0] - torch.from_numpy(toy.data.labels)).square().mean()))
@@ -576,7 +571,7 @@ def test_calibration_helps_where_labels_are_several() -> None:
 
 
 @pytest.mark.parametrize(
-    "wrong", [{"variant": "s3"}, {"ridge": 0.0}, {"scale": 0.0}, {"projection": 0}]
+    "wrong", [{"variant": "s0"}, {"ridge": 0.0}, {"scale": 0.0}, {"projection": 0}]
 )
 def test_wrong_settings_are_refused(wrong: dict[str, Any]) -> None:
     with pytest.raises(ConfigError, match=next(iter(wrong))):

@@ -55,8 +55,7 @@ class SphereFed(Method):
 
         Attributes:
             variant: "s1": squared error to the scaled label vector, calibrated after the last
-                round; "s0": the same without calibration; "s2": the task loss on
-                ``scale · W z − scale/4``, not calibrated.
+                round; "s2": the task loss on ``scale · W z − scale/4``, not calibrated.
             ridge: ρ of the calibration, in units of the mean diagonal entry of Σ A_k; the intercept
                 is penalised like every other coefficient.
             scale: of "s2".
@@ -64,18 +63,14 @@ class SphereFed(Method):
                 than features; none uses the features as they are.
         """
 
-        variant: Literal["s1", "s2", "s0"] = "s1"
+        variant: Literal["s1", "s2"] = "s1"
         ridge: Annotated[float, Gt(0)] = 1e-3
         scale: Annotated[float, Gt(0)] = 16.0
         projection: Annotated[int, Ge(1)] | None = None
 
     config: Config
 
-    presets: ClassVar[Mapping[str, Mapping[str, Any]]] = {
-        "s1": {},
-        "s2": {"variant": "s2"},
-        "s0": {"variant": "s0"},
-    }
+    presets: ClassVar[Mapping[str, Mapping[str, Any]]] = {"s1": {}, "s2": {"variant": "s2"}}
     search: ClassVar[Mapping[str, Sequence[Any]]] = {"variant": ("s1", "s2")}
 
     def head(self, width: int) -> SphereHead:
@@ -97,7 +92,7 @@ class SphereFed(Method):
             return stages
         if round == 0:
             stages.insert(0, Stage("count", self.ask, self.count, False, self.counts(), True))
-        if round == self.task.rounds - 1 and self.config.variant == "s1":
+        if round == self.task.rounds - 1:
             stages.append(
                 Stage("calibrate", self.broadcast, self.calibrate, False, self.sums(), True)
             )
