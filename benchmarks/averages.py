@@ -4,7 +4,7 @@ Clients go on from the global model whatever is evaluated, so one run shows ever
 images held out of the training clients (a fifth): the test set is not looked at.
 
     python benchmarks/averages.py [CONFIG] [section.key=value ...] [--seeds 0,1] [--every 4]
-                                  [--rules 0,0.5,0.7,0.9,last:3,last:5,adaptive] [--name NAME]
+                                  [--rules 0,0.5,0.7,0.9,adaptive] [--name NAME]
 
 Prints mAP and CF1 after every so many rounds, means over seeds, and the correlation of the model's
 steps that "adaptive" reads (last seed); writes results/averages.json under the given name.
@@ -70,7 +70,7 @@ def main() -> None:
     parser.add_argument("changes", nargs="*")
     parser.add_argument("--seeds", default="0,1")
     parser.add_argument("--every", type=int, default=4)
-    parser.add_argument("--rules", default="0,0.5,0.7,0.9,last:3,last:5,adaptive")
+    parser.add_argument("--rules", default="0,0.5,0.7,0.9,adaptive")
     parser.add_argument("--name")
     parser.add_argument("--out", type=Path, default=Path(__file__).parent / "results")
     options = parser.parse_args()

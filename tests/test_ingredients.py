@@ -338,11 +338,6 @@ def test_running_mean_by_hand() -> None:
     assert averaged(0.3, [4, 8, 2]) == pytest.approx([4, 7, 0.3 * 7 + 0.7 * 2])
 
 
-def test_mean_of_the_last_by_hand() -> None:
-    assert averaged("last:2", [4, 8, 2, 6]) == pytest.approx([4, 6, 5, 4])
-    assert averaged("last:1", [4, 8, 2]) == [4, 8, 2]
-
-
 def test_adaptive_mean_by_hand() -> None:
     """θ = 0, 2, 4, 6: ρ = 1, a model that travels is not averaged.
 
@@ -381,7 +376,7 @@ def test_nothing_is_kept_without_a_rule() -> None:
 
 def test_training_does_not_depend_on_the_average() -> None:
     """The states differ by the average alone, until it takes the model's place at the end."""
-    for rule in (0.7, "last:2", "adaptive"):
+    for rule in (0.7, "adaptive"):
         settings = FederationSettings(server_average=rule)
         plain: list[Record] = []
         with_average: list[Record] = []
@@ -399,13 +394,11 @@ def test_training_does_not_depend_on_the_average() -> None:
         travels = rule == "adaptive"  # so does the toy in its first rounds
         assert same_bits(end, plain[-1]) == travels
         if not travels:
-            expected = averaged_by_hand(rule, [s.get(PARAMS) for s in plain])
+            expected = averaged_by_hand([s.get(PARAMS) for s in plain])
             assert largest_difference(plain[-1].replace({PARAMS: expected}), end) < 1e-6
 
 
-def averaged_by_hand(rule: float | str, thetas: Any) -> dict[str, Tensor]:
-    if rule == "last:2":
-        return {n: (thetas[-2][n] + thetas[-1][n]) / 2 for n in thetas[-1]}
+def averaged_by_hand(thetas: Any) -> dict[str, Tensor]:
     s = dict(thetas[0])
     for t, theta in enumerate(thetas[1:], start=1):
         e = min(0.7, t / (t + 3))
@@ -413,13 +406,12 @@ def averaged_by_hand(rule: float | str, thetas: Any) -> dict[str, Tensor]:
     return s
 
 
-@pytest.mark.parametrize("rule", [0.5, "last:2"])
-def test_the_average_is_given_away_even_if_the_last_cohort_is_empty(rule: float | str) -> None:
+def test_the_average_is_given_away_even_if_the_last_cohort_is_empty() -> None:
     """Results are of the averaged model; the checkpoint must hold that one, too."""
-    toy, states = Toy(rounds=3, federation=FederationSettings(server_average=rule)), []
+    toy, states = Toy(rounds=3, federation=FederationSettings(server_average=0.5)), []
     loop = replace(toy.loop(), schedule=[[0, 1], [2, 3], []])
     last = loop.run(toy.initial(), 0, lambda e: None, lambda t, state: states.append(state))
-    shown = ServerAverage(rule).shown(states[1])
+    shown = ServerAverage(0.5).shown(states[1])
     assert same_bits(last, shown)
     assert not same_bits(
         Record({PARAMS: last.get(PARAMS)}), Record({PARAMS: states[1].get(PARAMS)})
@@ -454,7 +446,7 @@ def demo(*changes: str) -> Settings:
     return load_settings("demo", [*SMALL_DEMO, *changes])
 
 
-@pytest.mark.parametrize("rule", ["0.6", "last:2", "adaptive"])
+@pytest.mark.parametrize("rule", ["0.6", "adaptive"])
 def test_a_resumed_run_has_the_same_average(tmp_path: Path, rule: str) -> None:
     settings = demo(f"federation.server_average={rule}", "federation.head_start=closed_form")
 
@@ -512,8 +504,7 @@ def test_a_methods_own_federation_settings() -> None:
     [
         "federation.server_average=1.0",
         "federation.server_average=-0.1",
-        "federation.server_average=last:0",
-        "federation.server_average=first:3",
+        "federation.server_average=last:3",
         "federation.head_start=ridge",
         "federation.head_ridge=0",
         "federation.head_clients=0",

@@ -17,7 +17,6 @@ import numpy as np
 import numpy.typing as npt
 import torch
 from annotated_types import Ge, Gt, Le, Lt
-from pydantic import Field
 
 from fedharmony import fallbacks, stopping
 from fedharmony.aggregate import NUMBERS, numbers_of, pooled
@@ -47,9 +46,6 @@ from fedharmony.types import (
 Event = dict[str, Any]
 #: Characters of a reason in an event; some are of a client's making.
 LONGEST_REASON = 1000
-AverageRule = (
-    Annotated[float, Ge(0), Lt(1)] | Annotated[str, Field(pattern="^(adaptive|last:[1-9][0-9]?)$")]
-)
 
 
 @dataclass(frozen=True)
@@ -76,7 +72,7 @@ class FederationSettings(Checked):
         server_average: the model that is evaluated and given away is a running mean of the global
             models, ``s ← e s + (1 − e) θ`` with e = min(this, t/(t + 3)); clients go on from θ.
             "adaptive" finds e: up to 0.9 for a model that jitters, 0 for one that still travels.
-            "last:K" is the plain mean of the last K models. 0 averages nothing.
+            0 averages nothing.
         robust: how models are averaged where clients may be malicious (``fedharmony list rules``);
             "none" is the mean.
         robust_bad: share of a cohort that may be malicious, for rules that leave out as much.
@@ -99,7 +95,7 @@ class FederationSettings(Checked):
     head_ridge: Annotated[float, Gt(0), Le(1e6)] = 0.01
     head_scale: Annotated[float, Gt(0), Le(1e6)] | None = None
     head_clients: Annotated[int, Ge(1)] | Literal["all", "cohort"] = "all"
-    server_average: AverageRule = 0.0
+    server_average: Annotated[float, Ge(0), Lt(1)] | Literal["adaptive"] = 0.0
     robust: Annotated[str, NameOf(rules, ("none",))] = "none"
     robust_bad: Annotated[float, Ge(0), Lt(0.5)] = 0.3
     robust_bound: Annotated[float, Gt(0)] | None = None

@@ -13,7 +13,6 @@ last few rounds, the rule "adaptive" keeps ``e = LARGEST_SHARE · min(1, max(0, 
 
 from __future__ import annotations
 
-from collections.abc import Mapping
 from dataclasses import dataclass
 
 from fedharmony.aggregate import ModelMean
@@ -21,7 +20,6 @@ from fedharmony.types import BUFFERS, PARAMS, Group, Record, Tensors
 
 MODEL = (PARAMS, BUFFERS)
 AVERAGE = "average_"  # state: s, by group
-PAST = "past_{}_"  # state, "last:K": the global models of the last rounds by place, and group
 STEP = "average_step"  # state, "adaptive": d of the last round
 ALONG, LENGTH = "average_along", "average_length"  # state, "adaptive": Σ d_t·d_{t−1}, Σ ‖d‖²
 
@@ -38,17 +36,10 @@ class ServerAverage:
 
     rule: float | str = 0.0
 
-    @property
-    def last(self) -> int:
-        """K of ``last:K``, else 0."""
-        return int(str(self.rule).removeprefix("last:")) if "last:" in str(self.rule) else 0
-
     def add(self, before: Record, state: Record, round: int) -> Record:
         """The state with a round's model in the average; ``before`` is that before its training."""
         if not self.rule:
             return state
-        if self.last:
-            return state.replace({PAST.format(round % self.last) + g: state.get(g) for g in MODEL})
         largest = self.rule
         if isinstance(largest, str):
             state = watch(before, state)
@@ -56,28 +47,20 @@ class ServerAverage:
         keep = min(largest, round / (round + 3))
         if not keep:
             return state.replace({AVERAGE + g: state.get(g) for g in MODEL})
+        mean = ModelMean()  # in float64
         # θ comes first: of whole numbers, which have no mean, the last ones are kept.
-        mean = _mean(state, {"": 1 - keep, AVERAGE: keep})
-        return state.replace({AVERAGE + g: tensors for g, tensors in mean.items()})
+        for prefix, weight in (("", 1 - keep), (AVERAGE, keep)):
+            mean.add(Record({g: state.get(prefix + g) for g in MODEL}), weight)
+        return state.replace({AVERAGE + g: tensors for g, tensors in mean.means().items()})
 
     def shown(self, state: Record) -> Record:
         """The state with the averaged model in the place of the global one, and without memory."""
-        places = [PAST.format(place) for place in range(self.last)]
-        found = [p for p in (*places, AVERAGE) if p + PARAMS in state.groups]
-        if not found:
+        if AVERAGE + PARAMS not in state.groups:
             return state
-        groups = {g: t for g, t in state.groups.items() if not g.startswith((*places, AVERAGE))}
-        groups |= _mean(state, dict.fromkeys(found, 1.0))
+        groups = {g: t for g, t in state.groups.items() if not g.startswith(AVERAGE)}
+        groups |= {g: state.get(AVERAGE + g) for g in MODEL}
         scalars = {n: v for n, v in state.scalars.items() if n not in (ALONG, LENGTH)}
         return Record(groups, scalars)
-
-
-def _mean(state: Record, weights: Mapping[str, float]) -> dict[str, Group]:
-    """The mean, in float64, of the models that the state holds under these prefixes."""
-    mean = ModelMean()
-    for prefix, weight in weights.items():
-        mean.add(Record({g: state.get(prefix + g) for g in MODEL}), weight)
-    return mean.means()
 
 
 def watch(before: Record, state: Record) -> Record:
