@@ -1,4 +1,4 @@
-"""Weights by file or name, the original .npz archives, and backbones of timm."""
+"""Weights by file or name, and backbones of timm."""
 
 from __future__ import annotations
 
@@ -6,7 +6,6 @@ import json
 import sys
 import types
 from pathlib import Path
-from typing import Any
 
 import numpy as np
 import pytest
@@ -19,7 +18,7 @@ from fedharmony.models.base import InputSpec, Model, stack
 from fedharmony.models.heads import LinearHead
 from fedharmony.models.timm_backbone import PREFIX, TimmBackbone
 from fedharmony.models.vit import ViT
-from fedharmony.models.weights import from_jax, load_weights
+from fedharmony.models.weights import load_weights
 from fedharmony.terminal import warn_once
 
 timm = pytest.importorskip("timm")
@@ -30,68 +29,11 @@ SMALL = ViT.Config(width=8, depth=2, heads=2, patch=4)
 # -- files and names ------------------------------------------------------------------------------
 
 
-def jax_archive(seed: int = 0, width: int = 8, depth: int = 2, heads: int = 2) -> dict[str, Any]:
-    """Random arrays with the names and layouts of the original checkpoints."""
-    rng, part = np.random.default_rng(seed), width // heads
-    shapes: dict[str, tuple[int, ...]] = {
-        "cls": (1, 1, width),
-        "embedding/kernel": (4, 4, 3, width),
-        "embedding/bias": (width,),
-        "Transformer/posembed_input/pos_embedding": (1, 5, width),
-        "Transformer/encoder_norm/scale": (width,),
-        "Transformer/encoder_norm/bias": (width,),
-        "head/kernel": (width, 10),
-        "head/bias": (10,),
-        "pre_logits/kernel": (width, width),
-    }
-    for i in range(depth):
-        block = f"Transformer/encoderblock_{i}"
-        attention = f"{block}/MultiHeadDotProductAttention_1"
-        for name in ("query", "key", "value"):
-            shapes[f"{attention}/{name}/kernel"] = (width, heads, part)
-            shapes[f"{attention}/{name}/bias"] = (heads, part)
-        shapes[f"{attention}/out/kernel"] = (heads, part, width)
-        shapes[f"{attention}/out/bias"] = (width,)
-        for norm in ("LayerNorm_0", "LayerNorm_2"):
-            shapes[f"{block}/{norm}/scale"] = shapes[f"{block}/{norm}/bias"] = (width,)
-        shapes[f"{block}/MlpBlock_3/Dense_0/kernel"] = (width, 4 * width)
-        shapes[f"{block}/MlpBlock_3/Dense_0/bias"] = (4 * width,)
-        shapes[f"{block}/MlpBlock_3/Dense_1/kernel"] = (4 * width, width)
-        shapes[f"{block}/MlpBlock_3/Dense_1/bias"] = (width,)
-    return {name: rng.normal(size=shape).astype(np.float32) for name, shape in shapes.items()}
-
-
-def test_the_original_archives_load_as_timm_loads_them(tmp_path: Path) -> None:
-    path = tmp_path / "ViT.npz"
-    np.savez(path, **jax_archive())
-    theirs = timm.models.VisionTransformer(
-        img_size=8, patch_size=4, embed_dim=8, depth=2, num_heads=2, num_classes=0
-    )
-    theirs.load_pretrained(str(path))
-    ours = ViT(ViT.Config(**{**vars(SMALL), "weights": str(path)}), InputSpec(3, 8, 8))
-    params = ours.init(torch.Generator())
-    expected = theirs.state_dict()
-    assert params.keys() == expected.keys()
-    for name, tensor in params.items():
-        torch.testing.assert_close(tensor, expected[name], msg=name)
-
-
-def test_an_archive_of_another_shape_is_refused(tmp_path: Path) -> None:
-    path = tmp_path / "ViT.npz"
-    np.savez(path, **jax_archive(width=16))
-    vit = ViT(SMALL, InputSpec(3, 8, 8))
-    with pytest.raises(ConfigError, match="another architecture"):
-        load_weights(path, vit.shapes(), vit.grid)
-    path.write_bytes(path.read_bytes()[:100])
-    with pytest.raises(ConfigError, match="cannot be read"):
-        load_weights(path, vit.shapes(), vit.grid)
-    arrays = jax_archive()
-    del arrays["cls"]
-    with pytest.raises(KeyError):
-        from_jax(arrays)
-    np.savez(path, **arrays)
-    with pytest.raises(ConfigError, match="cls"):
-        load_weights(path, vit.shapes(), vit.grid)
+def test_a_numpy_archive_is_refused_with_what_to_use(tmp_path: Path) -> None:
+    for path in (tmp_path / "ViT.npz", tmp_path / "none.npz"):
+        np.savez(tmp_path / "ViT.npz", cls=np.zeros((1, 1, 8)))
+        with pytest.raises(ConfigError, match=r"npz'.*not read.*\.safetensors.*model's name"):
+            ViT(ViT.Config(**{**vars(SMALL), "weights": str(path)}), InputSpec(3, 8, 8))
 
 
 def write_weights(folder: Path, mean: list[float] | None = None) -> Path:

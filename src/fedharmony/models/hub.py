@@ -21,7 +21,7 @@ from fedharmony.terminal import warn_once
 
 #: Files a model of the hub may keep its weights in, best first.
 WEIGHT_FILES = ("model.safetensors", "pytorch_model.bin")
-FILE_SUFFIXES = (".safetensors", ".pth", ".pt", ".bin", ".npz")
+FILE_SUFFIXES = (".safetensors", ".pth", ".pt", ".bin")
 
 #: Bytes of a ``config.json``.
 CONFIG_LIMIT = 1 << 20
@@ -41,6 +41,12 @@ class Weights:
 def locate(weights: str) -> Weights:
     """The file behind a path or a model's name, which is fetched if it is not in the cache."""
     path = user_path(weights)
+    if path.suffix == ".npz":
+        raise ConfigError(
+            f"model.weights = {weights!r}: NumPy archives are not read. The hub has the original "
+            "vision transformers as .safetensors; give a model's name, such as "
+            "'timm/vit_tiny_patch16_224.augreg_in21k_ft_in1k'."
+        )
     if path.suffix in FILE_SUFFIXES or is_there(path):
         return Weights(path, *_normalisation(path, local=True))
     file = _in_cache(repository(weights)) or fetch(weights)

@@ -66,7 +66,7 @@ class ViT(Backbone):
             heads: attention heads; they divide ``width``.
             patch: side of a patch in pixels; it divides height and width of the images.
             mlp_ratio: hidden width of a block's MLP over ``width``.
-            weights: file (.safetensors, .pth, .npz) or name of a model of the Hugging Face hub to
+            weights: file (.safetensors, .pth) or name of a model of the Hugging Face hub to
                 start from; none means random weights.
             mean: per-channel mean of the input normalisation, for images in [0, 1]; none follows
                 the weights, and is 0.5 where they do not say.

@@ -1,8 +1,4 @@
-"""Weights files in timm's format or the original one, checked name by name, fitted to the images.
-
-The original vision transformers are NumPy archives (``.npz``) with the names and layouts of the
-JAX code they were trained with; they are read as their timm equivalents.
-"""
+"""Weights files in timm's format, checked name by name and fitted to the images."""
 
 from __future__ import annotations
 
@@ -11,8 +7,6 @@ from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
 
-import numpy as np
-import numpy.typing as npt
 import torch
 import torch.nn.functional as F
 from safetensors.torch import load_file
@@ -32,8 +26,8 @@ def load_weights(
     Position embeddings of another grid are interpolated (:func:`resize_positions`).
 
     Args:
-        path: ``.safetensors``; a ``.pth``, ``.pt`` or ``.bin`` file that ``torch.load`` reads
-            without unpickling objects; or the original ``.npz``. Tensors may be of half precision.
+        path: ``.safetensors``; or a ``.pth``, ``.pt`` or ``.bin`` file that ``torch.load`` reads
+            without unpickling objects. Tensors may be of half precision.
         shapes: name and shape of every parameter that is wanted, in the order of the result.
         grid: rows and columns of patches of the images to come.
     """
@@ -72,45 +66,6 @@ def resize_positions(positions: Tensor, grid: tuple[int, int]) -> Tensor:
     return torch.cat([class_token, image.flatten(2).mT], dim=1)
 
 
-def from_jax(arrays: Mapping[str, npt.NDArray[Any]]) -> Tensors:
-    """The original arrays under timm's names: kernels turned, heads merged, q, k and v joined.
-
-    A classifier (``head``) and the layer before it (``pre_logits``) are left out.
-    """
-
-    def tensor(name: str) -> Tensor:
-        return torch.from_numpy(np.ascontiguousarray(arrays[name])).float()
-
-    def dense(name: str) -> tuple[Tensor, Tensor]:
-        return tensor(f"{name}/kernel").T.contiguous(), tensor(f"{name}/bias")
-
-    found = {
-        "cls_token": tensor("cls"),
-        "pos_embed": tensor("Transformer/posembed_input/pos_embedding"),
-        "patch_embed.proj.weight": tensor("embedding/kernel").permute(3, 2, 0, 1).contiguous(),
-        "patch_embed.proj.bias": tensor("embedding/bias"),
-        "norm.weight": tensor("Transformer/encoder_norm/scale"),
-        "norm.bias": tensor("Transformer/encoder_norm/bias"),
-    }
-    blocks = {name.split("/")[1] for name in arrays if "/encoderblock_" in name}
-    for i in range(len(blocks)):
-        block, name = f"Transformer/encoderblock_{i}", f"blocks.{i}"
-        attention = f"{block}/MultiHeadDotProductAttention_1"
-        kernels = [tensor(f"{attention}/{part}/kernel") for part in ("query", "key", "value")]
-        biases = [tensor(f"{attention}/{part}/bias") for part in ("query", "key", "value")]
-        found[f"{name}.attn.qkv.weight"] = torch.cat([k.flatten(1).T for k in kernels])
-        found[f"{name}.attn.qkv.bias"] = torch.cat([b.flatten() for b in biases])
-        found[f"{name}.attn.proj.weight"] = tensor(f"{attention}/out/kernel").flatten(0, 1).T
-        found[f"{name}.attn.proj.bias"] = tensor(f"{attention}/out/bias")
-        for ours, theirs in (("norm1", "LayerNorm_0"), ("norm2", "LayerNorm_2")):
-            found[f"{name}.{ours}.weight"] = tensor(f"{block}/{theirs}/scale")
-            found[f"{name}.{ours}.bias"] = tensor(f"{block}/{theirs}/bias")
-        for ours, theirs in (("mlp.fc1", "Dense_0"), ("mlp.fc2", "Dense_1")):
-            weight, bias = dense(f"{block}/MlpBlock_3/{theirs}")
-            found[f"{name}.{ours}.weight"], found[f"{name}.{ours}.bias"] = weight, bias
-    return {name: t.contiguous() for name, t in found.items()}
-
-
 def read_weights(path: Path) -> Group:
     """All tensors of a weights file by name, whatever its format."""
     if not is_file(path):
@@ -121,16 +76,12 @@ def read_weights(path: Path) -> Group:
     try:
         if path.suffix == ".safetensors":
             return load_file(path)
-        if path.suffix == ".npz":
-            # numpy leaves a damaged file open when it is given the path
-            with path.open("rb") as file, np.load(file, allow_pickle=False) as archive:
-                return from_jax({name: archive[name] for name in archive.files})
         return _state_dict(torch.load(path, map_location="cpu", weights_only=True))
     except Exception as error:  # a damaged file can fail in any way
         reason = next(iter(str(error).splitlines()), type(error).__name__)
         raise ConfigError(
             f"Weights file {path} cannot be read ({reason}). It may be damaged or incomplete, or "
-            "no .safetensors, PyTorch or .npz file; fetch it again, preferably as .safetensors."
+            "no .safetensors or PyTorch file; fetch it again, preferably as .safetensors."
         ) from error
 
 
