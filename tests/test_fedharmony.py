@@ -16,6 +16,7 @@ from torch import Tensor
 
 from fedharmony import alignment
 from fedharmony import correlation as corr
+from fedharmony.config import build
 from fedharmony.consensus import CORRELATION, FOLDED, TABLE, Operator
 from fedharmony.errors import ConfigError
 from fedharmony.losses import Batch, LossSettings, task_loss
@@ -177,7 +178,6 @@ def test_settings_reach_correlation_alignment_and_consensus() -> None:
         denominator_grad=False,
         estimator="batch",
         window=33,
-        distance="cosine",
         reduction="sum",
         consensus="size",
         kappa=3.0,
@@ -187,9 +187,7 @@ def test_settings_reach_correlation_alignment_and_consensus() -> None:
         trim=0.2,
     )
     kind = corr.Correlation(3, True, "pearson", eps=0.01, clamp=0.02, denominator_grad=False)
-    assert harmony.align == alignment.Alignment(
-        kind, estimator="batch", window=33, distance="cosine", reduction="sum"
-    )
+    assert harmony.align == alignment.Alignment(kind, estimator="batch", window=33, reduction="sum")
     assert harmony.operator == Operator(
         "size", 3.0, min_examples=7, min_support=0.05, decay=0.6, trim=0.2, eps=0.01, clamp=0.02
     )
@@ -549,7 +547,7 @@ def test_teachers_are_parts_of_one_stack() -> None:
     assert all(teacher["weight"] is sent[0]["weight"] for teacher in sent.values())
 
 
-@pytest.mark.parametrize("settings", [{}, {"distance": "cosine"}, {"diagonal": True}])
+@pytest.mark.parametrize("settings", [{}, {"diagonal": True}])
 def test_misfits_in_parts_of_any_size(
     settings: dict[str, Any], monkeypatch: pytest.MonkeyPatch
 ) -> None:
@@ -569,10 +567,7 @@ def test_misfits_in_parts_of_any_size(
             teacher["clusters"], teacher["known"], diagonal=harmony.config.diagonal
         )
         local = corr.unpack_upper(own.record.get(CORRELATION)["upper"], 3).double()
-        kind = harmony.config.distance
-        assert misfit == float(
-            corr.discrepancy(local, teacher["matrix"].double(), pairs, kind=kind)
-        )
+        assert misfit == float(corr.discrepancy(local, teacher["matrix"].double(), pairs))
     assert len(set(whole.values.tolist())) == 5
 
 
@@ -888,6 +883,12 @@ def test_settings_that_do_not_go_together(settings: dict[str, Any], words: str) 
         method(**settings)
 
 
+@pytest.mark.parametrize("name", FedHarmony.Config.REMOVED)
+def test_settings_that_are_gone_say_what_to_do(name: str) -> None:
+    with pytest.raises(ConfigError, match=rf"methods\.fedharmony\.{name} is gone: .*leave it out"):
+        build(FedHarmony.Config, {name: 1}, "methods.fedharmony")
+
+
 def test_pooled_pearson_is_refused() -> None:
     with pytest.raises(ConfigError, match="pooled"):
         FedHarmony.Config(normaliser="pearson", consensus="pooled")
@@ -897,8 +898,6 @@ VARIANTS: list[Mapping[str, Any]] = [
     *({k: v for k, v in p.items() if k != "federation"} for p in FedHarmony.presets.values()),
     {"normaliser": "pearson"},
     {"estimator": "batch"},
-    {"distance": "frobenius"},
-    {"distance": "cosine"},
     {"denominator_grad": False},
     {"align_unseen": "mask"},
     *({"consensus": c} for c in ("mean", "size", "support", "median", "trimmed", "pooled")),

@@ -23,7 +23,6 @@ from torch import Tensor
 
 from fedharmony.correlation import (
     Correlation,
-    Distance,
     Moments,
     Reduction,
     bernoulli_deviation,
@@ -54,7 +53,6 @@ class Alignment:
     correlation: Correlation
     estimator: Literal["running", "batch"] = "running"
     window: int = 512
-    distance: Distance = "squared_frobenius"
     reduction: Reduction = "mean"
 
     @property
@@ -66,7 +64,6 @@ class Alignment:
             and kind.normaliser == "phi"
             and not kind.unknown_labels
             and self.estimator == "running"
-            and self.distance == "squared_frobenius"
         )
 
     def start(self, pairs: Tensor, examples: Tensor) -> Tensors:
@@ -103,7 +100,7 @@ class Alignment:
 
     def psi(self, matrix: Tensor, teacher: Tensor, pairs: Tensor) -> Tensor:
         """Ψ(R, R*) over pairs of labels, (...)."""
-        return discrepancy(matrix, teacher, pairs, kind=self.distance, reduction=self.reduction)
+        return discrepancy(matrix, teacher, pairs, reduction=self.reduction)
 
     def _with_gradient(
         self, scores: Tensor, batch: Batch, teacher: Tensor, carry: Group

@@ -30,7 +30,6 @@ from fedharmony.errors import ConfigError, DataError, nearest
 from fedharmony.losses import Batch
 
 Normaliser: TypeAlias = Literal["phi", "pearson"]
-Distance: TypeAlias = Literal["squared_frobenius", "frobenius", "cosine"]
 Reduction: TypeAlias = Literal["mean", "sum"]
 
 #: ε of Eq. (2).
@@ -379,25 +378,19 @@ def discrepancy(
     teacher: Tensor,
     pairs: Tensor,
     *,
-    kind: Distance = "squared_frobenius",
     reduction: Reduction = "mean",
 ) -> Tensor:
     """Distance Ψ between a correlation matrix and its teacher over the included pairs.
 
-    The paper leaves Ψ open. Clusters are disjoint, so one mask covers all blocks: the squared norm
-    with ``reduction="sum"`` is literally ``Σ_g ||R[S_g, S_g] − R*[S_g, S_g]||_F²``.
+    The paper leaves Ψ open; here it is the squared norm. Clusters are disjoint, so one mask covers
+    all blocks: with ``reduction="sum"`` it is literally ``Σ_g ||R[S_g, S_g] − R*[S_g, S_g]||_F²``.
 
     Args:
         matrix: R, shape (..., C, C).
         teacher: R*, likewise.
         pairs: Included entries, boolean, see :func:`pair_mask`.
-        kind: ``"squared_frobenius"``, the paper's f with weights 1 in a block and 0 elsewhere;
-            ``"frobenius"``, its square root: one norm over all included entries, not a sum of one
-            norm per cluster; ``"cosine"``, one minus the cosine of the angle between the included
-            entries, where a side that is all 0 counts as orthogonal (1).
         reduction: ``"mean"`` divides the sum of squares by the number of included entries, so that
-            λ means the same for 17 labels and 1,628 (``"frobenius"`` is then the root mean square);
-            ``"cosine"`` has no scale and ignores it.
+            λ means the same for 17 labels and 1,628.
 
     Returns:
         Shape (...). Exactly 0, with zero gradient, where no pair is included.
@@ -407,15 +400,12 @@ def discrepancy(
     >>> discrepancy(student, teacher, pairs), discrepancy(student, teacher, pairs, reduction="sum")
     (tensor(0.0900), tensor(0.1800))
     """
-    _check_choice("distance", kind, get_args(Distance))
     _check_choice("reduction", reduction, get_args(Reduction))
     matrix, teacher = _full_precision(matrix), _full_precision(teacher)
-    if kind == "cosine":
-        return _cosine_distance(matrix, teacher, pairs)
     square = torch.where(pairs, matrix - teacher, 0).square().sum((-2, -1))
     if reduction == "mean":
         square = square / pairs.sum((-2, -1)).clamp_min(1)
-    return square if kind == "squared_frobenius" else _root(square)
+    return square
 
 
 def _full_precision(values: Tensor) -> Tensor:
@@ -434,20 +424,6 @@ def _count_pairs(a: Tensor, b: Tensor) -> Tensor:
         rows = slice(start, start + _COUNT_ROWS)
         counts += a[rows].float().mT @ b[rows].float()
     return counts
-
-
-def _root(square: Tensor) -> Tensor:
-    """Square root whose gradient at 0 is 0."""
-    positive = square > 0
-    return torch.where(positive, torch.where(positive, square, 1).sqrt(), 0)
-
-
-def _cosine_distance(matrix: Tensor, teacher: Tensor, pairs: Tensor) -> Tensor:
-    a, b = torch.where(pairs, matrix, 0), torch.where(pairs, teacher, 0)
-    lengths = _root(a.square().sum((-2, -1))) * _root(b.square().sum((-2, -1)))
-    defined = lengths > 0
-    cosine = torch.where(defined, (a * b).sum((-2, -1)) / torch.where(defined, lengths, 1), 0)
-    return torch.where(pairs.any(-1).any(-1), 1 - cosine, 0)
 
 
 def parts(count: int, width: int, device: torch.device) -> Iterator[slice]:

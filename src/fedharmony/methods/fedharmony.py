@@ -136,8 +136,7 @@ class FedHarmony(Method):
             estimator: R in the loss from "running" moments with straight-through gradient, or from
                 the "batch" alone (biased: it also penalises the variance of the estimate).
             window: memory of the running moments, in images.
-            distance: Ψ.
-            reduction: "mean" over the compared entries, or "sum" as printed.
+            reduction: Ψ is the "mean" of squares over the compared entries, or, as printed, "sum".
             diagonal: compare R_cc too (it measures confidence, not correlation).
             align_unseen: "include" labels without a local positive in the loss, or "mask" them, or
                 align "only" pairs with such a label, of which a client knows nothing itself.
@@ -195,7 +194,6 @@ class FedHarmony(Method):
         denominator_grad: bool = True
         estimator: Literal["running", "batch"] = "running"
         window: Annotated[int, Ge(1)] = 512
-        distance: Literal["squared_frobenius", "frobenius", "cosine"] = "squared_frobenius"
         reduction: Literal["mean", "sum"] = "mean"
         diagonal: bool = False
         align_unseen: Literal["include", "mask", "only"] = "include"
@@ -219,6 +217,10 @@ class FedHarmony(Method):
         temperature: Annotated[float, Ge(0)] | Literal["adaptive", "bounded"] = "bounded"
         min_effective: Annotated[float, Gt(0), Le(1)] = 0.99
         quality_min_examples: Annotated[int, Ge(0)] = 10
+
+        REMOVED: ClassVar[Mapping[str, str]] = {
+            "distance": "Ψ is the squared Frobenius norm; leave it out",
+        }
 
         def __post_init__(self) -> None:
             super().__post_init__()
