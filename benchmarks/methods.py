@@ -7,7 +7,7 @@ yet, first-time allocations, statistics) and the last one (calibration) are left
     python benchmarks/methods.py [--config demo] [--rounds 12] [--methods fedavg,fedharmony,...]
                                  [--name methods] [section.key=value ...]
 
-``fedavg@same_direction`` is FedAvg with this rule of ``federation.robust``. Prints a table and
+``fedavg@agreement`` is FedAvg with this rule of ``federation.robust``. Prints a table and
 writes benchmarks/results/NAME.json.
 """
 

@@ -151,7 +151,7 @@ def test_the_benchmark_of_attacks_compares_with_the_run_without_malicious_client
     small = ["data.train=100", "data.test=30", "run.rounds=1", "train.epochs=1", "split.clients=6"]
     small += ["model.width=16", "model.depth=1", "engine.threads=1"]
     results = attacks.Results(tmp_path / "attacks.json", "demo", small)
-    cell = attacks.at("same_direction", "inner_product:2")
+    cell = attacks.at("agreement", "inner_product:2")
     assert "attack.strength=2" in cell.changes(1)
     assert "attack.kind=size" in cell.baseline.changes(1)
     results.carry_out([cell, cell.baseline, cell], 1)

@@ -456,7 +456,7 @@ def made(*changes: str) -> Blueprint:
         (["run.thresholds=0.1"], "without noise"),
         (["run.method=fedharmony", "methods.fedharmony.temperature=1"], "quality = false"),
         (["privacy.epsilon=0.01"], "before the first round ends"),
-        (["federation.robust=median"], "exclude each other"),
+        (["federation.robust=agreement"], "exclude each other"),
     ],
 )
 def test_what_would_not_be_private_is_refused(changes: list[str], reason: str) -> None:

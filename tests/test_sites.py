@@ -574,9 +574,9 @@ def test_a_late_site_goes_on_after_the_server_was_killed(home: Any, tmp_path: Pa
 
 
 def test_how_models_are_averaged_is_no_business_of_a_site(home: Any) -> None:
-    """Multi-Krum needs five clients a round; at a site there is one."""
+    """A robust rule needs three clients a round; at a site there is one."""
     worker = workers(home[0] / "data")["ben"]
-    tree = offered(settings_of(home, "federation.robust=multi_krum"))
+    tree = offered(settings_of(home, "federation.robust=agreement"))
     words = about(home, settings=tree, id="2" * 32)
     assert worker.answer(Parcel("enrol", {"run": words})).kind == "reply"
 

@@ -481,7 +481,7 @@ def made(*changes: str) -> None:
             ["methods.fedharmony.teacher=this_round", "methods.fedharmony.temperature=1"],
             "same round",
         ),
-        (["run.method=fedavg", "federation.robust=median"], "exclude each other"),
+        (["run.method=fedavg", "federation.robust=agreement"], "exclude each other"),
         (["run.method=fedavg", "federation.sampling=size"], "Leave federation.sampling out"),
         (["run.method=fedavg", "federation.central=true"], "no meaning"),
         (["run.method=fedavg", "federation.cohort=2"], "sum_least = 3"),

@@ -206,9 +206,9 @@ def refuse_small_cohort(robust: Robust, cohort: int) -> None:
     """Refuse a rule of averaging that does not tolerate one malicious client among so few."""
     if cohort < robust.smallest:
         raise ConfigError(
-            f"federation.robust = {robust.rule!r} with robust_bad = {robust.bad:g} tolerates no "
-            f"malicious client in a cohort of {cohort}; the smallest cohort is {robust.smallest}. "
-            "Raise federation.cohort or federation.participation, or set another rule."
+            f"federation.robust = {robust.rule!r} tolerates no malicious client in a cohort of "
+            f"{cohort}; the smallest cohort is {robust.smallest}. Raise federation.cohort or "
+            "federation.participation, or set federation.robust = 'none'."
         )
 
 

@@ -1,13 +1,14 @@
-"""Rules that look at which way updates point: who agrees with whom.
+"""The rule "agreement": who points another way than most, in any block of layers.
 
-They part a cohort in two by the cosines of its updates, as Sattler et al. (ICASSP 2020) and FLAME
-(Nguyen et al., USENIX Security 2022) do: honest updates of skewed clients differ in many ways, but
-all point downhill. When the smaller part is left out is our choice.
+Honest updates of skewed clients differ in many ways, but all point downhill. So a cohort is parted
+in two by the cosines of its updates, as Sattler et al. (ICASSP 2020) and FLAME (Nguyen et al.,
+USENIX Security 2022) do. When the smaller part is left out is our choice.
 
 An attack that is to move the model needs several clients that push the same way. If they push
 another way than the others, the block of layers in which they do it shows it: each block is judged
 alone, and who is left out in one is left out. If they agree with each other more than independent
 clients do (FoolsGold, Fung et al., RAID 2020), that shows them where honest updates hardly agree.
+Cosines are running means over the rounds, so that small deviations add up.
 """
 
 from __future__ import annotations
@@ -21,48 +22,22 @@ from torch import Tensor
 from torch.nn.functional import pad
 
 from fedharmony.robust.base import Judgement, Rule, Updates, bounded, median, rules
-from fedharmony.robust.distances import squared_distances
 from fedharmony.types import Tensors
 
-#: "same_direction": by how much a cosine must be less than another one to count: honest clients of
-#: the same labels agree better with each other.
-CLEARLY = 0.25
-#: "agreement": the same, for the larger part and for the smaller one; and the squared distance
-#: below which updates are one voice, in units of that between honest ones.
+#: By how much cosines must differ to count, for the larger part and for the smaller one; and the
+#: squared distance below which updates are one voice, in units of that between honest ones.
 APART, TIGHT, ALIKE = 0.15, 0.2, 0.3
-#: "agreement_memory": cosines are remembered of clients with smaller ids; the share that is kept of
-#: an old cosine; and what stands for one that was never seen.
+#: Cosines are remembered of clients with smaller ids; the share that is kept of an old cosine; and
+#: what stands for one that was never seen.
 REMEMBERED, KEPT, UNSEEN = 256, 0.7, 2.0
 WHOLE = "the whole model"
 
 Tree: TypeAlias = npt.NDArray[np.float64]
 
 
-@rules.register("same_direction")
-class SameDirection(Rule):
-    """Mean of updates whose head points the way of most, and whose whole not against them."""
-
-    def judge(self, updates: Updates) -> Judgement:
-        """Look at the head, then at the whole; then bound lengths."""
-        gram = updates.products()
-        if head := updates.blocks.get("head"):
-            kept = same_direction(updates.products(head))
-            kept = same_direction(gram, least=-0.5, among=kept)
-        else:
-            kept = same_direction(gram)
-        lengths = gram.diagonal().sqrt()
-        # Of all and of those kept: where honest updates are left out, liars may be most of it.
-        usual = min(median(lengths), median(lengths[kept > 0]))
-        cuts = dict.fromkeys(updates.blocks, bounded(lengths, self.longest * usual))
-        out = (kept == 0).nonzero().flatten().tolist()
-        return Judgement(kept, dict.fromkeys(out, "its update points another way than most"), cuts)
-
-
 @rules.register("agreement")
 class Agreement(Rule):
     """Mean of updates that agree in every block of layers; copies of one update share a weight."""
-
-    bound = 1.0
 
     def judge(self, updates: Updates) -> Judgement:
         """In each block and the whole: who copies others, and who points another way."""
@@ -76,11 +51,11 @@ class Agreement(Rule):
             for voice in voices:
                 share[voice] = share[voice].clamp(max=1 / len(voice))
             first = [voice[0] for voice in voices]
-            for seen in self.seen(block, cosines(gram), updates, memory):
-                agree = agreeing(seen[first][:, first], gram.diagonal()[first] > 0)
-                for voice, agrees in zip(voices, agree.tolist(), strict=True):
-                    for place in [] if agrees else voice:
-                        doubts.setdefault(place, {})[block] = None
+            seen = running_mean(block, cosines(gram), updates, memory)
+            agree = agreeing(seen[first][:, first], gram.diagonal()[first] > 0)
+            for voice, agrees in zip(voices, agree.tolist(), strict=True):
+                for place in [] if agrees else voice:
+                    doubts.setdefault(place, {})[block] = None
         # Most doubted first: less than half of a cohort may be malicious.
         out = sorted(doubts, key=lambda place: -len(doubts[place]))[: (clients - 1) // 2]
         share[out] = 0
@@ -90,43 +65,26 @@ class Agreement(Rule):
         cuts = {}
         for block, gram in grams.items():
             lengths = gram.diagonal().sqrt()
-            usual = min(median(lengths), median(lengths[share > 0]))
-            cuts[block] = bounded(lengths, self.longest * usual)
-        return Judgement(share, reasons, cuts, memory=memory)
-
-    def seen(self, block: str, cosines: Tensor, updates: Updates, memory: Tensors) -> list[Tensor]:
-        """The cosines by which a block is judged, each for itself."""
-        return [cosines]
+            # Of all and of those kept: where honest updates are left out, others may be most of it.
+            cuts[block] = bounded(lengths, min(median(lengths), median(lengths[share > 0])))
+        return Judgement(share, reasons, cuts, memory)
 
 
-@rules.register("agreement_memory")
-class AgreementMemory(Agreement):
-    """The rule "agreement" on running means of cosines: evidence adds up over rounds."""
-
-    def seen(self, block: str, cosines: Tensor, updates: Updates, memory: Tensors) -> list[Tensor]:
-        """Means of this round's cosines and earlier ones of the same pairs."""
-        places = [i for i, client in enumerate(updates.clients) if 0 <= client < REMEMBERED]
-        if not places:
-            return [cosines]
-        ids = torch.tensor([updates.clients[i] for i in places])
-        table = updates.memory.get(block, torch.empty(0, 0)).to(cosines)
-        more = max(0, int(ids.max()) + 1 - len(table))
-        table = pad(table, (0, more, 0, more), value=UNSEEN)
-        old, new = table[ids][:, ids], cosines[places][:, places]
-        new = torch.where(old == UNSEEN, new, KEPT * old + (1 - KEPT) * new)
-        table[ids[:, None], ids], mean = new, cosines.clone()
-        mean[torch.tensor(places)[:, None], places] = new
-        memory[block] = table
-        return [mean]
-
-
-@rules.register("agreement_both")
-class AgreementBoth(AgreementMemory):
-    """The rule "agreement" on this round's cosines, and on their running means."""
-
-    def seen(self, block: str, cosines: Tensor, updates: Updates, memory: Tensors) -> list[Tensor]:
-        """A late start shows at once, a small deviation in the mean."""
-        return [cosines, *super().seen(block, cosines, updates, memory)]
+def running_mean(block: str, cosines: Tensor, updates: Updates, memory: Tensors) -> Tensor:
+    """Means of this round's cosines and earlier ones of the same pairs; ``memory`` takes them."""
+    places = [i for i, client in enumerate(updates.clients) if 0 <= client < REMEMBERED]
+    if not places:
+        return cosines
+    ids = torch.tensor([updates.clients[i] for i in places])
+    table = updates.memory.get(block, torch.empty(0, 0)).to(cosines)
+    more = max(0, int(ids.max()) + 1 - len(table))
+    table = pad(table, (0, more, 0, more), value=UNSEEN)
+    old, new = table[ids][:, ids], cosines[places][:, places]
+    new = torch.where(old == UNSEEN, new, KEPT * old + (1 - KEPT) * new)
+    table[ids[:, None], ids], mean = new, cosines.clone()
+    mean[torch.tensor(places)[:, None], places] = new
+    memory[block] = table
+    return mean
 
 
 def cosines(gram: Tensor) -> Tensor:
@@ -134,6 +92,12 @@ def cosines(gram: Tensor) -> Tensor:
     lengths = gram.diagonal().clamp(min=0).sqrt()
     scale = torch.where(lengths > 0, 1 / lengths, 0.0)
     return gram * scale * scale[:, None]
+
+
+def squared_distances(gram: Tensor) -> Tensor:
+    """‖u_j − u_k‖² from products; exactly 0 of a client to itself."""
+    squares = gram.diagonal()
+    return (squares[:, None] + squares - 2 * gram).clamp(min=0).fill_diagonal_(0)
 
 
 def joined(apart: Tensor) -> Tree:
@@ -207,33 +171,3 @@ def agreeing(cosines: Tensor, moved: Tensor) -> Tensor:
             break
         kept = kept[sorted(most)]
     return torch.zeros(len(cosines), dtype=torch.bool).index_fill(0, kept, value=True)
-
-
-def same_direction(gram: Tensor, least: float = 0.5, among: Tensor | None = None) -> Tensor:
-    """1 for clients whose update points the way of most others, else 0.
-
-    Clients are joined by the mean cosine between their updates (average linkage) until two groups
-    are left. The smaller one is left out if the mean cosine between the groups is less than
-    ``least`` times that inside the larger, and by ¼ less than that; then once more with those that
-    are kept, as long as they are more than half of all. Weights do not count: what a client claims
-    to have gives it no voice here. Clients that ``among`` leaves out stay out.
-
-    >>> updates = torch.tensor([[2.0, 1], [1, 0], [1, 1], [-1, -1], [-1, 2]])
-    >>> same_direction(updates @ updates.mT)
-    tensor([1., 1., 1., 0., 0.])
-    >>> same_direction(updates @ updates.mT, least=-0.5)
-    tensor([1., 1., 1., 0., 1.])
-    """
-    seen, lengths = cosines(gram), gram.diagonal()
-    kept = torch.arange(len(gram))
-    kept = kept if among is None else kept[among > 0]
-    if 2 * int((lengths[kept] > 0).sum()) > len(gram):  # an update of zero has no direction
-        kept = kept[lengths[kept] > 0]
-    while len(kept) > 2:
-        own = seen[kept][:, kept]
-        most, _, between = parted(own)
-        inside = mean_cosine(own[most][:, most])
-        if 2 * len(most) <= len(gram) or between >= min(least * inside, inside - CLEARLY):
-            break
-        kept = kept[sorted(most)]
-    return torch.zeros(len(gram), dtype=gram.dtype).index_fill(0, kept, 1.0)

@@ -21,7 +21,7 @@ from annotated_types import Ge, Gt, Le, Lt
 from fedharmony import fallbacks, stopping
 from fedharmony.aggregate import NUMBERS, numbers_of, pooled
 from fedharmony.config import Checked, NameOf
-from fedharmony.errors import ClientLimitError
+from fedharmony.errors import ClientLimitError, ConfigError
 from fedharmony.methods.base import Method, Stage
 from fedharmony.privacy import BudgetSpentError, Exchanges, Noise
 from fedharmony.robust import Robust, rules
@@ -75,9 +75,6 @@ class FederationSettings(Checked):
             0 averages nothing.
         robust: how models are averaged where clients may be malicious (``fedharmony list rules``);
             "none" is the mean.
-        robust_bad: share of a cohort that may be malicious, for rules that leave out as much.
-        robust_bound: longest update, in medians of their lengths, for rules that bound it; none
-            takes the rule's own.
         server_sees: what of a cohort reaches the server: its "replies", or nothing but their "sums"
             (``transport/sums.py``); robust rules need replies.
         sum_least: a sum over fewer clients is thrown away.
@@ -97,21 +94,33 @@ class FederationSettings(Checked):
     head_clients: Annotated[int, Ge(1)] | Literal["all", "cohort"] = "all"
     server_average: Annotated[float, Ge(0), Lt(1)] | Literal["adaptive"] = 0.0
     robust: Annotated[str, NameOf(rules, ("none",))] = "none"
-    robust_bad: Annotated[float, Ge(0), Lt(0.5)] = 0.3
-    robust_bound: Annotated[float, Gt(0)] | None = None
     server_sees: Literal["replies", "sums"] = "replies"
     sum_least: Annotated[int, Ge(2)] = 3
     central: bool = False
 
     REMOVED: ClassVar[Mapping[str, str]] = {
-        "robust_cap": "under a robust rule no client weighs more than the median; leave it out"
+        "robust_cap": "under a robust rule no client weighs more than the median; leave it out",
+        "robust_bad": "the rule 'agreement' tolerates less than half of a cohort; leave it out",
+        "robust_bound": "the rule 'agreement' cuts updates to the median length; leave it out",
     }
+    REMOVED_RULES: ClassVar[tuple[str, ...]] = (
+        *("norm_bound", "median", "trimmed_mean"),
+        *("geometric_median", "multi_krum", "same_direction"),
+    )
+
+    def __post_init__(self) -> None:
+        """Refuse a rule of earlier versions, unless a plug-in has it."""
+        if self.robust in self.REMOVED_RULES and self.robust not in rules:
+            raise ConfigError(
+                f"federation.robust = {self.robust!r} is gone: its worst attack cost far more than "
+                "that of 'agreement'. Write federation.robust = 'agreement'."
+            )
+        super().__post_init__()
 
     @property
     def averaging(self) -> Robust:
         """How models are averaged; one party that trains in one place is believed."""
-        rule = "none" if self.central else self.robust
-        return Robust(rule, self.robust_bad, self.robust_bound)
+        return Robust("none" if self.central else self.robust)
 
 
 @dataclass
