@@ -10,9 +10,9 @@ most × FedAvg and FedHarmony × 10 % and 30 % × three seeds; false label corre
 FedHarmony asks for; and all honest. A late start is an attack of its own.
 
 Every run is compared with the honest run, plain mean, without the malicious clients. Results are
-kept in results/attacks.json after each run; runs that it holds are not done again. Prints a table
-of mAP and, in brackets, the difference to that run: rules with the best worst case first, attacks
-with the worst first.
+kept in results/attacks.json after each run; runs that it holds are not done again. The tables of
+docs/robustness.md are made of it (tables.py): rules with the best worst case first, attacks with
+the worst first. Rules that the file names and the registry does not have are removed ones.
 """
 
 from __future__ import annotations
@@ -38,6 +38,7 @@ from fedharmony.experiments.build import assemble
 from fedharmony.experiments.evaluate import evaluate
 from fedharmony.experiments.machine import switch_torch
 from fedharmony.experiments.settings import load_settings
+from fedharmony.report.grid import signed
 from fedharmony.robust import rules
 
 METHODS, SHARES, SEEDS = ("fedavg", "fedharmony"), (0.1, 0.3), (0, 1, 2)
@@ -49,6 +50,8 @@ APART = ("correlation", "head_sums", "infinite")
 FALSE_R = "correlation_coordinated"
 LATE_RULES, BEST_RULES, WORST_ATTACKS = 4, 3, 5
 HONEST = "none"
+#: The columns of stage b.
+PLACES = {f"{m}, {100 * s:g} %": (m, s) for m in METHODS for s in SHARES}
 
 
 @dataclass(frozen=True)
@@ -127,14 +130,16 @@ class Results:
     >>> cell = at("median", "noise")
     >>> results.found |= {cell: 40.0, cell.baseline: 44.0}
     >>> results.text([cell])
-    '40.0 (-4.0)'
+    '40.0 (−4.0)'
     """
 
-    def __init__(self, file: Path, config: str, fixed: Sequence[str]) -> None:
-        self.file, self.config, self.fixed = file, config, list(fixed)
+    def __init__(self, file: Path, config: str, fixed: Sequence[str] | None) -> None:
+        self.file, self.config, self.fixed = file, config, list(fixed or [])
         self.found: dict[Cell, float] = {}
         if file.exists():
             kept = json.loads(file.read_text())
+            if fixed is None:  # they are read, and none are done
+                self.fixed = kept["fixed"]
             if kept.get("fixed") != self.fixed or kept.get("config") != config:
                 sys.exit(f"{file} holds results of other settings: {kept.get('fixed')}. Move it.")
             self.found = {Cell(**row["cell"]): row["mAP"] for row in kept["runs"]}
@@ -162,6 +167,10 @@ class Results:
         draft.write_text(json.dumps(kept, indent=1) + "\n")
         draft.replace(self.file)
 
+    def complete(self, cell: Cell) -> bool:
+        """Whether a run is there, and what it is compared with."""
+        return cell in self.found and cell.baseline in self.found
+
     def cost(self, cells: Iterable[Cell]) -> float:
         """The mean difference of runs to what they are compared with."""
         return statistics.mean(self.found[cell] - self.found[cell.baseline] for cell in cells)
@@ -169,19 +178,43 @@ class Results:
     def text(self, cells: Sequence[Cell]) -> str:
         """A cell of a table: the mean mAP, and its difference."""
         value = statistics.mean(self.found[cell] for cell in cells)
-        return f"{value:.1f} ({self.cost(cells):+.1f})"
+        return f"{value:.1f} ({signed(self.cost(cells))})"
 
     def table(
         self, rows: Sequence[str], columns: Sequence[str], cells: Callable[[str, str], list[Cell]]
     ) -> str:
         """Markdown; rows with the worst cell first. A cell without runs is empty."""
-        known = [[[c for c in cells(r, k) if c in self.found] for k in columns] for r in rows]
+        known = [[[c for c in cells(r, k) if self.complete(c)] for k in columns] for r in rows]
         costs = [min((self.cost(one) for one in line if one), default=0.0) for line in known]
-        lines = [f"| | {' | '.join(columns)} |", f"| --- |{' --: |' * len(columns)}"]
+        lines = [f"| Attack | {' | '.join(columns)} |", f"| --- |{' --: |' * len(columns)}"]
         for place in sorted(range(len(rows)), key=costs.__getitem__):
             texts = [self.text(one) if one else "" for one in known[place]]
-            lines.append(f"| {rows[place]} | {' | '.join(texts)} |")
+            lines.append(f"| {shown(rows[place])} | {' | '.join(texts)} |")
         return "\n".join(lines)
+
+    def rules(self, late: bool = False) -> list[str]:
+        """The rules of stage a, that with the best worst case first; ``late``: of its second part.
+
+        Of a rule with late attacks these count, too.
+        """
+        start = LATE if late else 1
+        found = {c.rule for c in self.found if c.start == start and c.share == SHARES[-1]}
+        worst = {}
+        for rule in sorted(found):
+            cells = [c for name in every_name() if (c := at(rule, name)) in self.found]
+            worst[rule] = min(self.cost([cell]) for cell in cells)
+        return sorted(worst, key=lambda rule: -worst[rule])
+
+    def best(self) -> list[str]:
+        """The rules of stage b."""
+        return self.rules(late=True)[:BEST_RULES]
+
+    def worst(self) -> list[str]:
+        """The attacks of stage b."""
+        named = sorted(
+            every_name(), key=lambda name: min(self.cost([at(r, name)]) for r in self.best())
+        )
+        return named[:WORST_ATTACKS]
 
 
 def every_attack() -> list[str]:
@@ -201,59 +234,84 @@ def at(rule: str, attack: str) -> Cell:
     return Cell("fedavg", rule, kind, 0.0 if attack == HONEST else SHARES[-1], start)
 
 
-def by_worst_case(results: Results, among: Sequence[str], named: Sequence[str]) -> list[str]:
-    """The rules, that with the best worst case first."""
-    worst = {rule: min(results.cost([at(rule, name)]) for name in named) for rule in among}
-    return sorted(among, key=lambda rule: -worst[rule])
+def every_name() -> list[str]:
+    """The attacks of stage a, as tables name them."""
+    return [*every_attack(), *late_of(every_attack())]
+
+
+def seeds_of(rule: str, name: str, method: str, share: float) -> list[Cell]:
+    """The runs of a cell of stage b."""
+    one = replace(at(rule, name), method=method, share=share if name != HONEST else 0.0)
+    return [replace(one, seed=seed) for seed in SEEDS]
+
+
+def shown(name: str) -> str:
+    """An attack, for readers."""
+    return "nobody attacks" if name == HONEST else name
 
 
 def stage_a(results: Results, jobs: int) -> None:
     """Every rule × every attack; late ones for the best rules."""
-    everywhere = ["none", *rules.names()]
-    first = every_attack()
-    late = late_of(first)
-    cells = [at(rule, name) for rule in everywhere for name in (HONEST, *first)]
+    cells = [at(r, n) for r in ("none", *rules.names()) for n in (HONEST, *every_attack())]
     results.carry_out([*cells, *(cell.baseline for cell in cells)], jobs)
-    best = by_worst_case(results, everywhere, first)
-    results.carry_out([at(rule, name) for rule in best[:LATE_RULES] for name in late], jobs)
-    best = [*by_worst_case(results, best[:LATE_RULES], [*first, *late]), *best[LATE_RULES:]]
-    print(results.table([HONEST, *first, *late], best, lambda name, rule: [at(rule, name)]))
+    best = results.rules()[:LATE_RULES]
+    results.carry_out([at(rule, name) for rule in best for name in every_name()], jobs)
 
 
 def stage_b(results: Results, jobs: int) -> None:
     """The best rules × the attacks that cost them most × methods × shares × seeds."""
-    done = {cell for cell in results.found if cell.method == "fedavg" and cell.seed == 0}
-    late = {cell.rule for cell in done if cell.start == LATE and cell.share == SHARES[-1]}
-    if len(late) < LATE_RULES:
+    if not results.best():
         sys.exit("Stage b follows on stage a. Run that first: --stage a.")
-    names = [*every_attack(), *late_of(every_attack())]
-    best = by_worst_case(results, sorted(late), names)[:BEST_RULES]
-    worst = sorted(names, key=lambda name: min(results.cost([at(rule, name)]) for rule in best))
-    worst = worst[:WORST_ATTACKS]
-
-    def cells(rule: str, name: str, method: str, share: float) -> list[Cell]:
-        one = replace(at(rule, name), method=method, share=share if name != HONEST else 0.0)
-        return [replace(one, seed=seed) for seed in SEEDS]
-
-    columns = {f"{m}, {100 * s:g} %": (m, s) for m in METHODS for s in SHARES}
-    rows = [HONEST, *worst, FALSE_R]
     wanted = [
         cell
-        for rule in best
-        for name in rows
-        for method, share in columns.values()
-        for cell in cells(rule, name, method, share)
+        for rule in results.best()
+        for name in (HONEST, *results.worst(), FALSE_R)
+        for method, share in PLACES.values()
+        for cell in seeds_of(rule, name, method, share)
         if name != FALSE_R or method == "fedharmony"
     ]
     results.carry_out([*wanted, *(cell.baseline for cell in wanted)], jobs)
 
-    def cost(rule: str) -> float:
-        of_rule = [cells(rule, name, *place) for name in worst for place in columns.values()]
-        return min(results.cost(one) for one in of_rule)
 
-    for rule in sorted(best, key=cost, reverse=True):
-        print(f"\n**{rule}**: the worst case costs {-cost(rule):.1f} mAP\n")
-        print(results.table(rows, list(columns), lambda n, c, r=rule: cells(r, n, *columns[c])))
+def worst_cases(results: Results, rule: str) -> list[tuple[str, str, list[Cell]]]:
+    """By method and share: the attack of stage b that costs a rule most, and its runs."""
+    found = []
+    for place, (method, share) in PLACES.items():
+        of_names = {n: seeds_of(rule, n, method, share) for n in (*results.worst(), FALSE_R)}
+        done = [n for n, cells in of_names.items() if all(results.complete(c) for c in cells)]
+        name = min(done, key=lambda n: results.cost(of_names[n]))
+        found.append((place, name, of_names[name]))
+    return found
+
+
+def page_tables(file: Path) -> dict[str, Callable[[str], str]]:
+    """What docs/robustness.md shows, by kind; some of one rule."""
+    results = Results(file, "demo", None)
+
+    def one_a(name: str, rule: str) -> list[Cell]:
+        return [at(rule, name)]
+
+    def worst(rule: str) -> str:
+        lines = ["| Method | worst attack | mAP | nobody attacks |", "| --- | --- | --: | --: |"]
+        for place, name, cells in worst_cases(results, rule):
+            honest = results.text(seeds_of(rule, HONEST, *PLACES[place]))
+            lines.append(f"| {place} | {shown(name)} | {results.text(cells)} | {honest} |")
+        return "\n".join(lines)
+
+    def listed(_: str) -> str:
+        rows = [f"| `{name}` | {attacks.summary(name)} |" for name in attacks.names()]
+        return "\n".join(["| Attack | a malicious client |", "| --- | --- |", *rows])
+
+    return {
+        "attacks": listed,
+        "worst": worst,
+        "stage-a": lambda _: results.table([HONEST, *every_name()], results.rules(), one_a),
+        "stage-b": lambda rule: results.table(
+            [HONEST, *results.worst(), FALSE_R],
+            list(PLACES),
+            lambda name, place: seeds_of(rule, name, *PLACES[place]),
+        ),
+    }
 
 
 def main() -> None:

@@ -1,4 +1,4 @@
-"""The tables of runs that docs/results.md and docs/voc2012.md show.
+"""The tables of runs that docs/results.md, docs/voc2012.md and docs/robustness.md show.
 
     python benchmarks/tables.py NAME RUNS [RUNS ...]
     python benchmarks/tables.py
@@ -6,7 +6,8 @@
 RUNS are folders that ``fedharmony compare`` wrote; several are merged. The first command keeps
 every run and the paired differences to FedAvg in results/NAME.csv. The second writes the tables of
 the pages anew from these files. A table stands behind a comment that names its file:
-``<!-- metrics: NAME METHOD … -->``, or ``<!-- differences: NAME -->`` with 95 % intervals.
+``<!-- metrics: NAME METHOD … -->``, or ``<!-- differences: NAME -->`` with 95 % intervals; those of
+results/attacks.json behind ``<!-- rules: KIND RULE -->`` (attacks.py, ``page_tables``).
 """
 
 from __future__ import annotations
@@ -16,6 +17,7 @@ import re
 import sys
 from pathlib import Path
 
+from attacks import page_tables
 from fedharmony.metrics import METRIC_NAMES
 from fedharmony.report.grid import signed
 from fedharmony.report.load import load
@@ -23,8 +25,8 @@ from fedharmony.report.tables import RunRow, metric_table, table_of
 
 ROOT = Path(__file__).parents[1]
 RESULTS = ROOT / "benchmarks" / "results"
-PAGES = ("docs/results.md", "docs/voc2012.md")
-PLACE = re.compile(r"(<!-- (metrics|differences): (\S+)((?: \S+)*) -->\n\n)(?:\|.*\n)*")
+PAGES = ("docs/results.md", "docs/voc2012.md", "docs/robustness.md")
+PLACE = re.compile(r"(<!-- (metrics|differences|rules): (\S+)((?: \S+)*) -->\n\n)(?:\|.*\n)*")
 
 
 def metrics(rows: list[dict[str, str]], methods: list[str]) -> str:
@@ -61,6 +63,8 @@ def filled(page: str) -> str:
 
     def table(match: re.Match[str]) -> str:
         head, kind, name, methods = match.groups()
+        if kind == "rules":
+            return f"{head}{page_tables(RESULTS / 'attacks.json')[name](methods.strip())}\n"
         with (RESULTS / f"{name}.csv").open(encoding="utf-8") as file:
             rows = list(csv.DictReader(file))
         text = metrics(rows, methods.split()) if kind == "metrics" else differences(rows)

@@ -21,6 +21,7 @@ from fedharmony.engine.batches import plan_batches
 from fedharmony.engine.compute_mode import ComputeMode
 from fedharmony.experiments.build import assemble
 from fedharmony.experiments.settings import load_settings
+from fedharmony.report.grid import signed
 from toy import Toy
 
 BENCHMARKS = Path(__file__).parents[1] / "benchmarks"
@@ -156,7 +157,7 @@ def test_the_benchmark_of_attacks_compares_with_the_run_without_malicious_client
     assert "attack.kind=size" in cell.baseline.changes(1)
     results.carry_out([cell, cell.baseline, cell], 1)
     attacked, honest = results.found[cell], results.found[cell.baseline]
-    assert results.text([cell]) == f"{attacked:.1f} ({attacked - honest:+.1f})"
+    assert results.text([cell]) == f"{attacked:.1f} ({signed(attacked - honest)})"
     again = attacks.Results(tmp_path / "attacks.json", "demo", small)
     assert again.found == results.found
     monkeypatch.setattr(attacks, "_run", None)

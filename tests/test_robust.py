@@ -145,6 +145,27 @@ def test_an_honest_head_does_not_hide_another_backbone():
     assert list(weights.values()) == pytest.approx([1 / 9] * 9 + [0] * 6)
 
 
+def test_a_group_that_half_agrees_stays():
+    """The known limit: honest updates have nothing in common, six others have cosines of ½.
+
+    Heads that agree, as they do in training, give the six away: the whole model shows them.
+    """
+    bodies = draws(15, 3000, 1)
+    bodies[9:] += draws(1, 3000, 2)
+    weights, left_out = judged(torch.zeros(15, 300), bodies)
+    assert not left_out
+    assert list(weights.values()) == pytest.approx([1 / 15] * 15)
+    assert sorted(judged(1 + 0.5 * draws(15, 300, 0), bodies)[1]) == [9, 10, 11, 12, 13, 14]
+
+
+def test_fewer_than_half_are_left_out_whatever_blocks_say():
+    """Clients 3 and 4 point back in the head, 0 and 1 in the body: two of the four are left out."""
+    common = draws(2, 500, 0)
+    heads, bodies = common[0] + 0.5 * draws(5, 500, 1), common[1] + 0.5 * draws(5, 500, 2)
+    heads[3:], bodies[:2] = -heads[3:], -bodies[:2]
+    assert len(judged(heads, bodies)[1]) == 2
+
+
 def test_copies_of_one_update_share_one_weight():
     """Nine honest clients, and six who all send their mean and a standard deviation."""
     heads = 1 + 0.5 * draws(9, 300, 0)
@@ -258,6 +279,16 @@ def test_buffers_keep_their_type_and_whole_numbers_their_value(rule: str, kind: 
     assert buffers["steps"] == 3
     assert buffers["mean"] == 2
     assert buffers["mean"].dtype == kind
+
+
+def test_buffers_of_a_client_that_is_left_out_do_not_count():
+    state = model(0, 0, mean=torch.zeros(1))
+    mean = Robust("agreement").mean(state)
+    rows = [(2, 0), (4, 0), (3, 4), (-9, 0), (0, 0)]
+    for k, value in enumerate([1.0, 2.0, 3.0, 100.0, 100.0]):
+        mean.fold(Reply(k, 1, model(*rows[k], mean=torch.tensor([value]))), 1)
+    assert mean.update(state).get(BUFFERS)["mean"] == 2
+    assert list(mean.left_out) == [3, 4]
 
 
 def test_nobody_answered_keeps_the_state():
