@@ -14,15 +14,18 @@ import pytest
 
 from fake_run import write_fake_run
 from fedharmony.cli_guard import exit_code_of
+from fedharmony.config import to_toml
 from fedharmony.data.base import datasets
 from fedharmony.errors import ConfigError
 from fedharmony.experiments.build import assemble
-from fedharmony.experiments.settings import load_settings
+from fedharmony.experiments.folder import RunFolder
+from fedharmony.experiments.settings import compose, load_settings
 from fedharmony.methods.base import methods
 from fedharmony.partition.base import splitters
 from fedharmony.registry import Registry, load_plugins
 from fedharmony.report.page import write_report
 from fedharmony.report.panel import panels
+from fedharmony.robust.base import rules
 
 ROOT = Path(__file__).parents[1]
 
@@ -118,7 +121,7 @@ class Odd(Splitter):
 @pytest.fixture
 def apart(monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
     """What a test loads and registers is gone after it."""
-    for registry in (datasets, splitters, methods, panels):
+    for registry in (datasets, splitters, methods, panels, rules):
         registry.names()
         monkeypatch.setattr(registry, "_items", dict(registry._items))
     yield
@@ -167,6 +170,18 @@ def test_a_component_that_cannot_work_is_not_registered(
     file.write_text(f"{head}@datasets.register('mine')\nclass Mine(Source):\n{body}\n")
     with pytest.raises(ConfigError, match=f"{re.escape(str(file))}, line 2 .*{said}"):
         load_plugins([file])
+
+
+@pytest.mark.usefixtures("apart")
+@pytest.mark.parametrize("opened", ["its settings", "its folder"])
+def test_a_run_with_a_rule_of_a_plug_in_opens_anywhere(opened: str, tmp_path: Path) -> None:
+    tree = load_settings("demo").tree()
+    tree["run"]["plugins"], tree["federation"]["robust"] = [str(tmp_path / "mine.py")], "mine"
+    code = "from fedharmony.robust.base import Rule, rules\n@rules.register('mine')\nclass M(Rule):"
+    (tmp_path / "mine.py").write_text(f"{code} ...\n")
+    (tmp_path / "config.toml").write_text(to_toml(tree))
+    settings = compose(tree) if opened == "its settings" else RunFolder(tmp_path).open()
+    assert settings.federation.robust == "mine"
 
 
 @pytest.mark.usefixtures("apart")

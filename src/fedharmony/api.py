@@ -39,7 +39,6 @@ from fedharmony.experiments.folder import RunFolder, choose_folder, folder_name
 from fedharmony.experiments.init import fitting
 from fedharmony.experiments.machine import with_threads
 from fedharmony.experiments.predict import Rule, predictions
-from fedharmony.experiments.run import finished
 from fedharmony.experiments.settings import Layer, Settings, combine, compose, layers_of
 from fedharmony.experiments.trained import TrainedModel, load_model
 from fedharmony.metrics import MultiLabelResult
@@ -60,7 +59,7 @@ class Run:
     def __init__(self, folder: str | Path, device: str | None = None) -> None:
         self.folder = Path(folder)
         self.settings: Settings = RunFolder(self.folder).open()
-        results = finished(RunFolder(self.folder))
+        results = RunFolder(self.folder).results()
         if results is None:
             raise CheckpointError(
                 f"The run in {self.folder} is not finished. Go on with it by the same call of "

@@ -105,7 +105,7 @@ def resume(
 
     run_folder = RunFolder(folder)
     run_folder.open()
-    if runs.finished(run_folder) is not None and not quiet:
+    if run_folder.results() is not None and not quiet:
         say(f"{folder} is already complete; nothing to do.", err=True)
     _carry_out(folder, quiet, lambda observe: runs.resume(run_folder, observe, device))
 

@@ -22,7 +22,7 @@ from fedharmony.experiments.crowd import ALONE, Crowd
 from fedharmony.experiments.evaluate import Results
 from fedharmony.experiments.folder import RunFolder, folder_name, make_folder
 from fedharmony.experiments.machine import with_threads
-from fedharmony.experiments.run import finished, resume, start
+from fedharmony.experiments.run import resume, start
 from fedharmony.experiments.settings import CENTRAL, Settings
 from fedharmony.experiments.trackers.base import refuse_missing
 from fedharmony.files import refuse_if_held
@@ -50,7 +50,7 @@ class Planned:
     @property
     def results(self) -> Results | None:
         """What the run gave; None if it is not finished."""
-        return finished(self.folder) if self.folder.holds_run() else None
+        return self.folder.results() if self.folder.holds_run() else None
 
 
 def names_of(labels: Sequence[str]) -> list[str]:
@@ -135,8 +135,8 @@ def rehearse(runs: Sequence[Planned], observe: Observer, data: DataSet | None = 
             assembly = assemble(run.settings, data=data, observe=observe)
             assembly.initial_state()
             data, built[kind] = assembly.loaded, assembly.bound
-        made_of = (finished(run.folder) or {}).get("bound") or run.folder.read_json("binding.json")
-        if finished(run.folder) is not None or run.folder.checkpoint.exists():
+        made_of = (run.folder.results() or {}).get("bound") or run.folder.read_json("binding.json")
+        if run.folder.results() is not None or run.folder.checkpoint.exists():
             run.folder.refuse_other_material(made_of or {}, built[kind])
     assert data is not None
     return data

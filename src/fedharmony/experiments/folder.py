@@ -28,10 +28,11 @@ import safetensors.torch
 import torch
 
 import fedharmony
-from fedharmony.config import read_toml, to_toml
+from fedharmony.config import Tree, override, read_toml, to_toml
 from fedharmony.errors import CheckpointError, ConfigError, OccupiedError
+from fedharmony.experiments import older
 from fedharmony.experiments.binding import Binding, changed
-from fedharmony.experiments.settings import KEPT, Settings, compose
+from fedharmony.experiments.settings import KEPT, Layer, Settings, combine, compose
 from fedharmony.files import is_ours, sole_writer
 from fedharmony.reading import parse_events
 from fedharmony.records import load_record, save_record, write_file
@@ -131,11 +132,10 @@ class RunFolder:
         """
         here = self.path
         if self.holds_run():
-            before = self.open()
-            if before.sha256() != settings.sha256():
+            if self.outdated or (before := self.open()).sha256() != settings.sha256():
                 raise OccupiedError(
-                    f"{here} holds a run with other settings. Choose another folder with --out, "
-                    "or remove that one."
+                    f"{here} holds a run with other settings, or of an earlier version. Choose "
+                    "another folder with --out, or remove that one."
                 )
             pairs = {
                 name: (getattr(before.run, name), getattr(settings.run, name)) for name in KEPT
@@ -178,7 +178,32 @@ class RunFolder:
                 f"{self.path} holds no run (it has no config.toml). Give the folder that "
                 "'fedharmony run' printed."
             )
-        return compose(read_toml(self.config))
+        tree = read_toml(self.config)
+        if found := self.outdated:
+            words = ", ".join(f"{name} = {value!r}" for name, value in found.items())
+            if self.results() is None:
+                raise ConfigError(
+                    f"The run in {self.path} is not finished, and this version of fedharmony "
+                    f"refuses {words}. Finish it with the version that began it, or start a new "
+                    "run in another folder."
+                )
+            warn_once(
+                f"An earlier version of fedharmony made the run in {self.path}: {words} mattered "
+                "to its training alone, and is passed over now."
+            )
+            tree = override(tree, [f"{name}=" for name in found])
+        return compose(tree)
+
+    @property
+    def outdated(self) -> Tree:
+        """The settings of the run that this version refuses, by their dotted names."""
+        tree, _ = combine([Layer(str(self.config), read_toml(self.config))])  # loads its plug-ins
+        return older.outdated(tree)
+
+    def results(self) -> dict[str, Any] | None:
+        """The results of a completed run, else None."""
+        found = self.read_json("results.json")
+        return found if isinstance(found, dict) and found.get("status") == "completed" else None
 
     def write_json(self, name: str, content: Any) -> None:
         """Write a JSON file; NaN becomes null."""
@@ -236,7 +261,8 @@ class RunFolder:
         """The last checkpoint; what does not belong to it is refused."""
         record = load_record(self.checkpoint)
         found = record.scalars
-        if found.get("settings") != settings.sha256():
+        hashes = settings.sha256(), older.sha256(read_toml(self.config))
+        if found.get("settings") not in hashes:
             raise CheckpointError(
                 f"{self.checkpoint} belongs to other settings than {self.config}. Restore the "
                 "original config.toml, or start a new run in another folder."

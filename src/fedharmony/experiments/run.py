@@ -76,7 +76,7 @@ def start(
     if process_group().leads:
         refuse_if_held(folder.path)
         folder.refuse_if_taken(settings)
-    results = finished(folder)
+    results = folder.results()
     if results is None and process_group().size == 1 and folder.holds_run():
         logger.info("Going on with the run in %s.", folder.path)
         return resume(folder, observe, data=data, build=build, asked=settings)
@@ -119,7 +119,7 @@ def resume(
         gpu_share=gpu_share or settings.engine.gpu_share,
     )
     settings = replace(settings, engine=engine)
-    if (results := finished(folder)) is not None:
+    if (results := folder.results()) is not None:
         return results
     refuse_missing(settings.run.track)
     switch_torch(settings.engine)
@@ -158,12 +158,6 @@ def _say_what_differs(folder: RunFolder, device: torch.device) -> None:
             "bit.",
             "; ".join(other),
         )
-
-
-def finished(folder: RunFolder) -> Results | None:
-    """The results of a completed run, else None."""
-    results = folder.read_json("results.json")
-    return results if isinstance(results, dict) and results.get("status") == "completed" else None
 
 
 def _first_round(

@@ -489,8 +489,9 @@ def compose(tree: Mapping[str, Any]) -> Settings:
     part = {name: dict(tree.get(name, {})) for name in sections}
     grids = {k: dict(v) for k, v in part["tune"].items() if isinstance(v, Mapping)}
     part["tune"] = {k: v for k, v in part["tune"].items() if k not in grids}
+    run = build(RunSettings, part["run"], "run")
+    load_plugins(run.plugins)  # other sections may name what they bring
     plain: dict[str, Any] = {name: build(cls, part[name], name) for name, cls in PLAIN.items()}
-    load_plugins(plain["run"].plugins)
     for name in plain["run"].track:
         _ = trackers[name]  # refuses one that does not exist
     for name, values in part["methods"].items():

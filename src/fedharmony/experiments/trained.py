@@ -94,8 +94,7 @@ def describe(plan: Blueprint) -> dict[str, Any]:
 def load_model(folder: RunFolder, device: str = "auto") -> TrainedModel:
     """The final model of the run in a folder; refused where the run is not finished."""
     settings = folder.open()
-    results = folder.read_json("results.json")
-    if not isinstance(results, dict) or results.get("status") != "completed":
+    if (results := folder.results()) is None:
         raise CheckpointError(
             f"The run in {folder.path} is not finished. Go on with 'fedharmony resume "
             f"{shlex.quote(str(folder.path))}'."

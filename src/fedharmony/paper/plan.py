@@ -157,7 +157,9 @@ def refuse_other_runs(places: Sequence[Place]) -> None:
     for place in places:
         folder = place.run.folder
         refuse_if_held(folder.path)
-        if folder.holds_run() and identity(folder.open()) != identity(place.run.settings):
+        if folder.holds_run() and (
+            folder.outdated or identity(folder.open()) != identity(place.run.settings)
+        ):
             raise CheckpointError(
                 f"{folder.path} holds a run with other settings than {place.title} needs. Choose "
                 "another folder with --out, or remove that one."
