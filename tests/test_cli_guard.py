@@ -14,7 +14,7 @@ import pytest
 import torch
 import typer
 
-from fedharmony import stopping
+from fedharmony import cli_guard, stopping
 from fedharmony.cli_guard import exit_code_of, resumable
 from fedharmony.data.base import TensorImages
 from fedharmony.data.cache import Resize, _checksums, decode_in_order
@@ -50,6 +50,7 @@ def test_exit_codes(
     capsys: pytest.CaptureFixture[str],
 ) -> None:
     monkeypatch.setattr(tempfile, "tempdir", str(tmp_path))  # for traces
+    monkeypatch.setattr(cli_guard, "plugins", list)  # other tests may have loaded some
     assert exit_code_of(raising(error), debug=False) == code
     assert said in " ".join(capsys.readouterr().err.split())
     assert len(list(tmp_path.iterdir())) == (code == 70)

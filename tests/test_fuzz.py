@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import os
 import resource
+import shutil
 import string
 from collections.abc import Iterator
 from pathlib import Path
@@ -195,6 +196,7 @@ def as_toml(tree: dict[str, Any]) -> bytes:
 def test_settings_files(tmp_path: Path, text: bytes, method: str) -> None:
     """Everything up to round 0: data, split, model and method are really made."""
     (tmp_path / "own.toml").write_bytes(text)
+    shutil.rmtree(tmp_path / "run", ignore_errors=True)  # an earlier example's
     own = [change for change in SMALL if not change.startswith("engine.threads")]
     well_told(tmp_path, "run", "demo", f"run.method={method}", *own, "own.toml", "--out", "run")
 
