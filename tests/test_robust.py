@@ -13,10 +13,12 @@ from torch import Tensor
 from fedharmony import correlation as corr
 from fedharmony.aggregate import ModelMean
 from fedharmony.attacks import Attackers, AttackSettings
+from fedharmony.consensus import CORRELATION
 from fedharmony.errors import ConfigError
 from fedharmony.experiments.blueprint import refuse_small_cohort
 from fedharmony.experiments.settings import load_settings
 from fedharmony.methods.base import methods
+from fedharmony.methods.fedharmony import FedHarmony
 from fedharmony.robust import ROBUST, Robust, rules
 from fedharmony.robust.agreement import agreeing, cosines
 from fedharmony.robust.base import capped
@@ -435,3 +437,14 @@ def test_a_head_start_with_liars_is_that_of_the_others(known: bool):
     assert torch.equal(head(0.0, "agreement"), truth)
     lied, borne = head(0.2, "none"), head(0.2, "agreement")
     assert (borne - truth).norm() < 0.5 * (lied - truth).norm()
+
+
+@pytest.mark.parametrize(("rule", "expected"), [("agreement", 10), ("none", 100)])
+def test_the_consensus_weighs_by_no_larger_claim_than_the_median(rule: str, expected: int):
+    """Client 4 of five with 10 images claims 100."""
+    federation = FederationSettings(robust=rule, participation=1.0)
+    toy = Toy("fedharmony", sizes=(10,) * 5, rounds=1, federation=federation)
+    told = {"upper": torch.ones(21), "marginal": torch.full((6,), 0.5)}
+    replies = [Reply(k, 100 if k == 4 else 10, Record({CORRELATION: told})) for k in range(5)]
+    assert isinstance(toy.method, FedHarmony)
+    assert [reply.examples for reply in toy.method.capped(replies)] == [10] * 4 + [expected]

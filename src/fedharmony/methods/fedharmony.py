@@ -34,10 +34,11 @@ into :meth:`FedHarmony.pairs`.
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from itertools import islice
 from typing import Annotated, Any, ClassVar, Literal, NamedTuple
 
+import numpy as np
 import torch
 from annotated_types import Ge, Gt, Le, Lt
 from torch import Tensor
@@ -374,7 +375,7 @@ class FedHarmony(Method):
             # A cohort as a whole; all clients in parts that fit into a table with a limit.
             size = self.capacity if everyone and not table.last_only else None
             while part := list(islice(replies, size)):
-                table.add(part, round - 1)
+                table.add(self.capped(part), round - 1)
             return Outcome(state.replace(table.state_dict()))
 
         return Stage("correlate", super().broadcast, collect, False, sweep, everyone)
@@ -596,7 +597,7 @@ class FedHarmony(Method):
             for reply in heard:
                 model.fold(reply, weights[reply.client])
         table = self.table(state)
-        table.add(heard, round)
+        table.add(self.capped(heard), round)
         state = model.update(state).replace(table.state_dict())
         log = {"alpha": alpha}
         if used := list(model.weights.values()):
@@ -607,6 +608,16 @@ class FedHarmony(Method):
             log["discrepancy"] = sum(compared) / len(compared)
         state, agreement = self.keep_clusters(state, sent)
         return Outcome(state, model.weights, {**log, **agreement}, model.left_out)
+
+    def capped(self, replies: Sequence[Reply]) -> Sequence[Reply]:
+        """The replies; under a robust rule none counts as more images than the cohort's median.
+
+        A size is a claim, by which the consensus weighs.
+        """
+        if self.task.robust.rule == "none":
+            return replies
+        most = int(np.median([reply.examples for reply in replies]))
+        return [replace(reply, examples=min(reply.examples, most)) for reply in replies]
 
     def keep_clusters(
         self, state: Record, sent: Messages, group: str = TEACHER
