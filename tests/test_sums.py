@@ -380,6 +380,14 @@ def test_a_share_that_cannot_be_added_is_left_out(how: str, client: int) -> None
     assert (state.get(FOLDED)["weight"] >= 0).all()
 
 
+def test_bytes_of_shares_by_hand() -> None:
+    """446 numbers of the toy model and 4 beside it, 8 bytes each, of each of six clients."""
+    own = toy("fedavg", federation=SUMS, cohort=6, rounds=1)
+    assert sum(t.numel() for t in own.parameters()[0].values()) == 446
+    _, (event,) = own.run()
+    assert event["bytes_up"] == 6 * 8 * (446 + 4)
+
+
 def test_equal_weights_are_one_and_no_more() -> None:
     """The server knows the weight of each client, whatever that client claims."""
     settings = replace(SUMS, average="uniform")
